@@ -1,0 +1,1 @@
+"""Rows of text, demonstrations, rankings and prompts: reading, checking, tokenising, collating."""

@@ -1,0 +1,13 @@
+"""The errors people see: what was found, where, and what would work."""
+
+
+class RefusedError(ValueError):
+    """Bad input found before anything was trained; the command line exits with code 2."""
+
+
+class DataError(RefusedError):
+    """A file, row or column that cannot be used; the message names it and the cure."""
+
+
+class SettingsError(RefusedError):
+    """A recipe or setting that cannot be used; the message names the key and the cure."""

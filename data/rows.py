@@ -1,0 +1,319 @@
+"""Rows become text, demonstrations, rankings and prompts; unusable ones are counted, never lost unseen."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from rlhf.data.errors import DataError
+from rlhf.data.messages import (
+    Messages,
+    Unusable,
+    as_conversation,
+    as_messages,
+    as_prompt,
+    as_response,
+    as_text,
+    awaiting_answer,
+    prompt_key,
+    prompt_text,
+)
+from rlhf.data.sources import Row, Source, Unreadable, describe, locate, read_rows
+
+__all__ = [
+    "Demonstration",
+    "Dropped",
+    "Loaded",
+    "Messages",
+    "Ranking",
+    "Report",
+    "load_demonstrations",
+    "load_prompts",
+    "load_rankings",
+    "load_text",
+    "prompt_key",
+    "prompt_text",
+    "read_demonstrations",
+    "read_prompts",
+    "read_rankings",
+    "read_text",
+]
+
+T = TypeVar("T")
+
+NEEDS = {
+    "text": "a column of text (named by the source's `column`)",
+    "demonstrations": "prompt and response (or completion), or messages that end with an assistant turn",
+    "preferences": "prompt, chosen and rejected, or prompt, responses and ranks (1 is best)",
+    "prompts": "prompt, or messages that end with a user turn",
+}
+FIRST_FEW = 5  # row numbers kept for each reason
+# Left out without counting as bad data: such a row carries nothing that is not read elsewhere.
+BLANK, DUPLICATE = "blank text", "duplicate prompt"
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt with a good response."""
+
+    prompt: Messages
+    response: str
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A prompt with K responses and their ranks: 1 is best, equal ranks are ties."""
+
+    prompt: Messages
+    responses: list[str]
+    ranks: list[float]
+
+
+@dataclass
+class Dropped:
+    """How many rows one reason cost, and the numbers of the first few."""
+
+    count: int = 0
+    rows: list[int] = field(default_factory=list)
+    detail: str = ""
+    """What the first of them adds to the reason."""
+
+
+@dataclass
+class Report:
+    """What reading a source found; `rows` = `kept` + all dropped."""
+
+    kind: str
+    format: str = ""
+    rows: int = 0
+    kept: int = 0
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    dropped_ties: int = 0
+    """Equal pairs in rankings that were dropped because all their answers are tied."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def bad(self) -> int:
+        """Dropped rows that count against `max_dropped`."""
+        return sum(drop.count for reason, drop in self.dropped.items() if reason not in (BLANK, DUPLICATE))
+
+    def first_bad(self) -> tuple[int, str]:
+        """The first unusable row and what is wrong with it; a harmless one only if there is no other."""
+        harmless = (BLANK, DUPLICATE) if self.bad else ()
+        drops = {reason: drop for reason, drop in self.dropped.items() if reason not in harmless}
+        reason, drop = min(drops.items(), key=lambda item: item[1].rows[0])
+        return drop.rows[0], reason + drop.detail
+
+    def summary(self) -> str:
+        """One line: kept n of m, with reasons and first row numbers."""
+        parts = [f"kept {self.kept} of {self.rows} rows"]
+        for reason, drop in self.dropped.items():
+            more = ", …" if drop.count > len(drop.rows) else ""
+            rows = ", ".join(map(str, drop.rows))
+            parts.append(f"{drop.count} × {reason} (row{'s' if drop.count > 1 else ''} {rows}{more})")
+        return "; ".join(parts)
+
+    def drop(self, number: int, unusable: Unusable) -> None:
+        """Count one row out."""
+        drop = self.dropped.setdefault(unusable.reason, Dropped(detail=unusable.detail))
+        drop.count += 1
+        if drop.count <= FIRST_FEW:
+            drop.rows.append(number)
+        self.dropped_ties += unusable.ties
+
+
+@dataclass
+class Loaded(Generic[T]):
+    """Usable rows, and the report of how they came about."""
+
+    rows: list[T]
+    report: Report
+
+
+def read_text(source: Source, max_dropped: float = 0.0) -> Loaded[str]:
+    """Documents. A .txt or .md file is one; blank ones are left out."""
+    return _enough(load_text(source), source, max_dropped)
+
+
+def read_demonstrations(source: Source, max_dropped: float = 0.0) -> Loaded[Demonstration]:
+    """Prompts with a response. Raises DataError if more than the share `max_dropped` of rows is unusable."""
+    return _enough(load_demonstrations(source), source, max_dropped)
+
+
+def read_rankings(source: Source, max_dropped: float = 0.0) -> Loaded[Ranking]:
+    """Prompts with ranked responses. Raises DataError if more than `max_dropped` of rows is unusable."""
+    return _enough(load_rankings(source), source, max_dropped)
+
+
+def read_prompts(source: Source, max_dropped: float = 0.0) -> Loaded[Messages]:
+    """Prompts, each once; of demonstrations and rankings only the prompt is used."""
+    return _enough(load_prompts(source), source, max_dropped)
+
+
+def load_text(source: Source) -> Loaded[str]:
+    """Like `read_text`, however many rows are unusable."""
+    return _load(source, "text", lambda row: _parse_text(row, source.column))
+
+
+def load_demonstrations(source: Source) -> Loaded[Demonstration]:
+    """Like `read_demonstrations`, however many rows are unusable."""
+    return _load(source, "demonstrations", _parse_demonstration)
+
+
+def load_rankings(source: Source) -> Loaded[Ranking]:
+    """Like `read_rankings`, however many rows are unusable."""
+    return _load(source, "preferences", _parse_ranking)
+
+
+def load_prompts(source: Source) -> Loaded[Messages]:
+    """Like `read_prompts`, however many rows are unusable."""
+    seen: set[str] = set()
+
+    def parse_once(row: Row) -> tuple[str, Messages]:
+        shape, prompt = _parse_prompt(row)
+        key = prompt_key(prompt)
+        if key in seen:
+            raise Unusable(DUPLICATE)
+        seen.add(key)
+        return shape, prompt
+
+    return _load(source, "prompts", parse_once)
+
+
+def _load(source: Source, kind: str, parse: Callable[[Row], tuple[str, T]]) -> Loaded[T]:
+    rows: list[T] = []
+    report = Report(kind)
+    shapes: dict[str, None] = {}  # in the order met
+    for number, raw in read_rows(source):
+        report.rows += 1
+        try:
+            if isinstance(raw, Unreadable):
+                raise Unusable(raw.reason, raw.detail)
+            shape, row = parse(raw)
+        except Unusable as unusable:
+            report.drop(number, unusable)
+        else:
+            shapes[shape] = None
+            rows.append(row)
+    report.kept = len(rows)
+    report.format = "; ".join(shapes)
+    if len(shapes) > 1:
+        report.warnings.append(f"rows of {len(shapes)} shapes in one source: {report.format}")
+    return Loaded(rows, report)
+
+
+def _enough(loaded: Loaded[T], source: Source, max_dropped: float) -> Loaded[T]:
+    """Refuse a source that lost too many rows, naming the first one and the cure."""
+    report = loaded.report
+    if loaded.rows and report.bad / report.rows <= max_dropped:
+        return loaded
+    row, why = report.first_bad()
+    found = f"{locate(source, row)}: {why}; {report.kind} need {NEEDS[report.kind]}"
+    if not loaded.rows:
+        raise DataError(f"{found}. Nothing usable is left: {report.summary()}")
+    share = math.ceil(100 * report.bad / report.rows) / 100
+    raise DataError(f"{found}. {report.summary()}. Repair them, or set max_dropped={share:g} to go on without them")
+
+
+# -- one row: each returns (the shape it has, what it means) or raises Unusable ----------------------------
+
+
+def _parse_text(row: Row, column: str) -> tuple[str, str]:
+    if isinstance(row, str):
+        return "text", as_text(row, "the row", empty=BLANK)
+    columns = _columns(row)
+    if column not in columns:
+        raise Unusable(f"no column {column!r}", _found(columns))
+    return column, as_text(columns[column], column, empty=BLANK)
+
+
+def _parse_prompt(row: Row) -> tuple[str, Messages]:
+    if isinstance(row, str):
+        return "text", as_prompt(row)
+    columns = _columns(row)
+    if "prompt" in columns:
+        return "prompt", as_prompt(columns["prompt"])
+    if "messages" in columns:
+        messages = as_messages(columns["messages"], "messages")
+        if len(messages) > 1 and messages[-1]["role"] == "assistant":  # a demonstration: its prompt
+            messages = messages[:-1]
+        return "messages", awaiting_answer(messages)
+    if isinstance(columns.get("chosen"), list):
+        return "chosen, rejected", as_conversation(columns["chosen"], "chosen")[0]
+    raise Unusable("no prompt", _found(columns))
+
+
+def _parse_demonstration(row: Row) -> tuple[str, Demonstration]:
+    columns = _columns(row)
+    if "prompt" in columns:
+        name = "response" if "response" in columns else "completion"
+        prompt = as_prompt(columns["prompt"])
+        return f"prompt, {name}", Demonstration(prompt, _response(columns, name, prompt))
+    if "messages" in columns:
+        return "messages", Demonstration(*as_conversation(columns["messages"], "messages"))
+    raise Unusable("no prompt", _found(columns))
+
+
+def _parse_ranking(row: Row) -> tuple[str, Ranking]:
+    columns = _columns(row)
+    ranks = [1.0, 2.0]
+    if "ranks" in columns and "prompt" in columns:
+        name = "responses" if "responses" in columns else "completions"
+        shape = f"prompt, {name}, ranks"
+        prompt = as_prompt(columns["prompt"])
+        responses, ranks = _ranked(columns.get(name), columns["ranks"], name, prompt)
+    elif "prompt" in columns:
+        shape = "prompt, chosen, rejected"
+        prompt = as_prompt(columns["prompt"])
+        responses = [_response(columns, name, prompt) for name in ("chosen", "rejected")]
+    elif isinstance(columns.get("chosen"), list) and isinstance(columns.get("rejected"), list):
+        shape = "chosen, rejected"
+        prompt, chosen = as_conversation(columns["chosen"], "chosen")
+        other, rejected = as_conversation(columns["rejected"], "rejected")
+        if prompt_key(prompt) != prompt_key(other):
+            raise Unusable("chosen and rejected answer different prompts")
+        responses = [chosen, rejected]
+    else:
+        raise Unusable("no prompt", _found(columns))
+    _check_ranks(responses, ranks)
+    return shape, Ranking(prompt, responses, ranks)
+
+
+def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[str], list[float]]:
+    for value, column in ((values, name), (ranks, "ranks")):
+        if not isinstance(value, list):
+            raise Unusable(f"{column} is {describe(value)}, not a list")
+    if len(values) != len(ranks):
+        raise Unusable(f"{name} and ranks differ in length", f": {len(values)} and {len(ranks)}")
+    if len(values) < 2:
+        raise Unusable("fewer than two answers")
+    for rank in ranks:
+        if isinstance(rank, bool) or not isinstance(rank, (int, float)) or not math.isfinite(rank):
+            raise Unusable("a rank is not a finite number", f": {rank!r}")
+    return [as_response(value, name, prompt) for value in values], [float(rank) for rank in ranks]
+
+
+def _check_ranks(responses: list[str], ranks: list[float]) -> None:
+    """Refuse what teaches nothing (all tied) and what contradicts itself (one text at two ranks)."""
+    rank_of: dict[str, float] = {}
+    for response, rank in zip(responses, ranks, strict=True):
+        if rank_of.setdefault(response.strip(), rank) != rank:
+            raise Unusable("identical answers", f" at different ranks: {response.strip()[:40]!r}")
+    if len(set(ranks)) == 1:
+        raise Unusable("all answers tied", ties=math.comb(len(ranks), 2))
+
+
+def _columns(row: Row) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise Unusable("plain text where a row with columns is needed")
+    return row
+
+
+def _response(columns: dict[str, Any], name: str, prompt: Messages) -> str:
+    if name not in columns:
+        raise Unusable("empty response", f": no column {name!r}{_found(columns)}")
+    return as_response(columns[name], name, prompt)
+
+
+def _found(columns: dict[str, Any]) -> str:
+    return f" (columns found: {', '.join(map(str, columns)) or 'none'})"

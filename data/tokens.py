@@ -1,0 +1,154 @@
+"""The one place that turns rows into token ids and cuts what is too long.
+
+Prompt and response are tokenised apart and joined as ids. Joined as text first, a tokenizer would merge
+letters across the border, and the same prompt would have other ids in SFT than in PPO.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from typing import Any
+
+from jinja2 import TemplateError
+
+from rlhf.data.errors import DataError
+from rlhf.data.messages import Messages, prompt_text
+
+Tokenizer = Any  # a Hugging Face tokenizer; importing transformers for the type's sake would take seconds
+
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt with its response; `input_ids[prompt_length:]` is the response, eos included."""
+
+    input_ids: list[int]
+    prompt_length: int
+
+
+def ensure_chat_template(tokenizer: Tokenizer) -> str | None:
+    """Give a tokenizer without a chat template one of ours; returns its file name, None if it had its own."""
+    if tokenizer.chat_template:
+        return None
+    vocabulary = tokenizer.get_vocab()
+    name = "roles.jinja" if all(token in vocabulary for token in ROLE_TOKENS) else "plain.jinja"
+    tokenizer.chat_template = (files("rlhf.data") / "templates" / name).read_text(encoding="utf-8")
+    return name
+
+
+def ensure_pad(tokenizer: Tokenizer) -> None:
+    """Pad with eos where there is no pad token; none is added, so the vocabulary keeps its size."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token, so no answer could ever end; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Messages, max_length: int | None = None) -> list[int]:
+    """Prompt ids up to where the answer begins, bos exactly once; the same ids in every stage.
+
+    Longer than `max_length`, it loses tokens on the left, since the question is usually at the end.
+    Raises DataError with the text of the row where the chat template refuses it.
+    """
+    ids = _prompt_ids(tokenizer, _render(tokenizer, prompt))
+    return ids if max_length is None else _cut_left(tokenizer, ids, max_length)
+
+
+def encode_response(tokenizer: Tokenizer, prompt: Messages, response: str) -> list[int]:
+    """Response ids as the chat template begins an answer (a space, say), then the text as it is, then eos."""
+    return _response_ids(tokenizer, prompt, _render(tokenizer, prompt), response)
+
+
+def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_length: int) -> Encoded | None:
+    """Prompt and response in at most `max_length` tokens, the prompt cut from the left, the response never.
+
+    None where the response, its eos and one prompt token do not fit: the caller counts and names such rows.
+    """
+    rendered = _render(tokenizer, prompt)
+    response_ids = _response_ids(tokenizer, prompt, rendered, response)
+    prompt_ids = _prompt_ids(tokenizer, rendered)
+    room = max_length - len(response_ids)
+    if room < 1 + (prompt_ids[:1] == [tokenizer.bos_token_id]):
+        return None
+    prompt_ids = _cut_left(tokenizer, prompt_ids, room)
+    return Encoded(prompt_ids + response_ids, len(prompt_ids))
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> list[int]:
+    """All documents as one stream of ids, eos after each, ready to be cut into blocks."""
+    ids: list[int] = []
+    texts = iter(texts)
+    while some := list(islice(texts, 1000)):
+        for document in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
+            ids += document
+            ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+def _render(tokenizer: Tokenizer, prompt: Messages) -> str:
+    """The prompt as the chat template writes it, up to where the answer begins."""
+    try:
+        text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(f"the chat template refuses the conversation {_excerpt(prompt)}: {error}") from error
+    for message in prompt:
+        if message["role"] == "system" and message["content"].strip() not in text:
+            raise DataError(
+                f"the chat template leaves the system message out of {_excerpt(prompt)}; "
+                "put it into the first user message, or use a template that has system messages"
+            )
+    return text
+
+
+def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return ids
+    # The template may write bos, the tokenizer may add it, some do both: count it once.
+    start = next((place for place, token in enumerate(ids) if token != bos), len(ids))
+    once = start > 0 or tokenizer("", verbose=False)["input_ids"][:1] == [bos]
+    return [bos] * once + ids[start:]
+
+
+def _response_ids(tokenizer: Tokenizer, prompt: Messages, rendered: str, response: str) -> list[int]:
+    text = _lead(tokenizer, prompt, rendered) + response
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return [*ids, tokenizer.eos_token_id]
+
+
+def _lead(tokenizer: Tokenizer, prompt: Messages, rendered: str) -> str:
+    """What the template writes between the generation prompt and an answer, found with a stand-in answer.
+
+    A stand-in, because templates may trim the real one. Templates whose generation prompt differs from how
+    they write a past answer (thinking models) have no such text.
+    """
+    stand_in = "RESPONSE"
+    answered = [*prompt, {"role": "assistant", "content": stand_in}]
+    try:
+        text: str = tokenizer.apply_chat_template(answered, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(f"the chat template refuses an answer to {_excerpt(prompt)}: {error}") from error
+    if not text.startswith(rendered):
+        return ""
+    lead, found, _ = text[len(rendered) :].partition(stand_in)
+    return lead if found else ""
+
+
+def _cut_left(tokenizer: Tokenizer, ids: list[int], max_length: int) -> list[int]:
+    """The last `max_length` ids; a leading bos stays, in the place of one more."""
+    if len(ids) <= max_length:
+        return ids
+    head = ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+    kept = max_length - len(head)
+    return head + ids[len(ids) - kept :]
+
+
+def _excerpt(prompt: Messages) -> str:
+    text = prompt_text(prompt)
+    return repr(text if len(text) <= 80 else text[:77] + "…")

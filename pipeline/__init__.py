@@ -1,0 +1,1 @@
+"""The orchestrator: recipe, plan, runner, command line and report. Never imports torch."""

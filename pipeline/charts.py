@@ -1,0 +1,143 @@
+"""Curves of a stage as SVG inside the page: which metrics share a chart, and how a line is drawn."""
+
+import math
+import re
+import statistics
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from markupsafe import Markup
+
+MAX_POINTS = 200  # per line; longer runs show the mean of neighbouring steps
+VARIABLES = ("muted", "grid", "one", "two", "three")  # of the page's CSS
+NOT_CURVES = {"step", "steps", "epoch", "iteration", "episodes", "seconds", "time", "tokens"}
+
+Line = list[tuple[float, float]]
+"""Step and value, in order of steps."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics that share an axis, and a final metric drawn as a level to compare with."""
+
+    title: str
+    metrics: tuple[str, ...]
+    level: str | None = None
+    level_name: str = ""
+
+
+CHARTS = {
+    "pretrain": [Chart("Loss, nats per token", ("loss", "val_loss"), "guessing_loss", "guessing")],
+    "sft": [Chart("Loss, nats per token", ("loss", "eval_loss"), "base_eval_loss", "base model")],
+    "reward": [
+        Chart("Ranking loss", ("loss", "eval_loss")),
+        Chart("Held-out ranking accuracy", ("accuracy",), "longer_wins_accuracy", "longer wins"),
+    ],
+    "ppo": [
+        Chart("Score", ("score",), "sft_score", "SFT"),
+        Chart("True quality", ("true_quality",), "sft_true_quality", "SFT"),
+        Chart("KL from SFT, nats per response", ("kl",)),
+        Chart("Share of answers that come to an end", ("eos_share",), "sft_eos_share", "SFT"),
+    ],
+}
+
+
+def draw_charts(stage: str, rows: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """`charts`: the known ones; `more_charts`: every other number that was logged, one each.
+
+    `rows` are those of metrics.jsonl, `final` the stage's final metrics.
+    """
+    curves: dict[str, dict[float, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in NOT_CURVES and isinstance(value, int | float) and math.isfinite(value):
+                # A resumed stage logs some steps again: the later row is the one that counts.
+                curves.setdefault(name, {})[row["step"]] = value
+    known = {metric for chart in CHARTS[stage] for metric in chart.metrics}
+    others = [Chart(name.replace("_", " "), (name,)) for name in sorted(curves) if name not in known]
+
+    def draw(chart: Chart) -> dict[str, Any]:
+        lines = {name: _thin(sorted(curves[name].items())) for name in chart.metrics if name in curves}
+        level = final.get(chart.level or "")
+        return {
+            "spec": chart,
+            "level": level,
+            "last": {name: line[-1][1] for name, line in lines.items()},
+            "svg": _svg(list(lines.values()), level, salt=f"{stage} {chart.title}"),
+        }
+
+    return {
+        "charts": [draw(chart) for chart in CHARTS[stage] if curves.keys() & set(chart.metrics)],
+        "more_charts": [draw(chart) for chart in others],
+    }
+
+
+def _thin(line: Line) -> Line:
+    """At most MAX_POINTS: the mean step and value of each run of neighbours."""
+    size = math.ceil(len(line) / MAX_POINTS)
+    groups = [line[start : start + size] for start in range(0, len(line), size)]
+    return [(statistics.fmean(x for x, _ in group), statistics.fmean(y for _, y in group)) for group in groups]
+
+
+def _tick(value: float) -> str:
+    """A number short enough for the margin of a chart: 0.75, 30k, 5e-4."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:.4g}k"
+    if 0 < abs(value) < 0.01:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def _svg(lines: list[Line], level: float | None, salt: str) -> Markup:
+    """Values over steps. Colours are the page's own CSS variables, so that a chart follows its dark mode."""
+    from matplotlib import rc_context, ticker  # 0.6 s, which `rlhf --help` should not pay
+    from matplotlib.figure import Figure
+
+    # matplotlib takes no CSS variables: draw in stand-ins, then put the variables in their place.
+    muted, grid, *series = (f"#00000{digit}" for digit in range(1, 6))
+    with rc_context(
+        {
+            "svg.fonttype": "none",  # text stays text: small, and in the page's font
+            "svg.hashsalt": salt,  # ids differ between charts and not between runs
+            "text.parse_math": False,
+            "font.size": 9,
+            "axes.edgecolor": grid,
+            "xtick.color": muted,
+            "ytick.color": muted,
+            "xtick.major.size": 0,
+            "ytick.major.size": 0,
+        }
+    ):
+        figure = Figure(figsize=(4.4, 2.3))
+        axes = figure.add_axes((0.115, 0.125, 0.865, 0.835))
+        axes.spines[["top", "left", "right"]].set_visible(False)
+        axes.grid(axis="y", color=grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for line, color, style in zip(lines, series, ["-", (0, (5, 1.5)), ":"], strict=False):
+            steps, values = zip(*line, strict=True)
+            marker = "o" if len(line) <= 12 else ""
+            axes.plot(steps, values, color=color, linestyle=style, linewidth=1.8, marker=marker, markersize=3.5)
+        if level is not None:
+            axes.axhline(level, color=muted, linewidth=1.3, linestyle=(0, (1.5, 2)))
+        axes.margins(x=0.02, y=0.08)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(5))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
+        buffer = StringIO()
+        nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    return Markup(_for_the_page(buffer.getvalue(), dict(zip([muted, grid, *series], VARIABLES, strict=True))))
+
+
+def _for_the_page(svg: str, variables: dict[str, str]) -> str:
+    """Take out what only a file of its own needs, and what would reach beyond the chart."""
+    svg = svg[svg.index("<svg") :]
+    head, body = svg.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)  # the page sets the size; viewBox keeps the shape
+    body = re.sub(r"<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[^"]*"', "<g", body)  # the same in every chart, and no one refers to them
+    for color, variable in variables.items():
+        body = body.replace(color, f"var(--{variable})")
+    return f"{head}>{body}"

@@ -1,0 +1,286 @@
+"""The command line: `rlhf run demo`. A command imports what it needs when it runs: --help stays quick."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.pipeline.errors import RunFailed, RunStopped
+
+if TYPE_CHECKING:
+    from rlhf.pipeline.plan import Scope
+
+app = typer.Typer(
+    name="rlhf",
+    help="From raw text to a PPO-tuned language model: pretrain, sft, reward, ppo.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Look at rows before training on them.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A YAML file or the name of a shipped recipe (demo).")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings to change, dotted: ppo.learning_rate=1e-5."),
+]
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Folder of the run; runs/RECIPE by default.", show_default=False),
+]
+FromOption = Annotated[
+    str | None,
+    typer.Option("--from", metavar="STAGE", help="First stage to run; those before must be finished."),
+]
+ToOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Last stage to run.")]
+ForceOption = Annotated[
+    list[str] | None,
+    typer.Option("--force", metavar="STAGE", help="Run this stage anew beside its earlier result (repeatable)."),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _rlhf(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+) -> None:
+    pass  # read by main, which shows the errors
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    run_dir: RunDirOption = None,
+    from_: FromOption = None,
+    to: ToOption = None,
+    force: ForceOption = None,
+) -> None:
+    """Run a recipe.
+
+    What is finished is reused, what was interrupted is resumed, the rest is run.
+    """
+    from rlhf.pipeline.plan import Scope
+
+    _run(recipe, overrides, run_dir, Scope(from_, to, frozenset(force or ())))
+
+
+@app.command()
+def plan(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    run_dir: RunDirOption = None,
+    from_: FromOption = None,
+    to: ToOption = None,
+    force: ForceOption = None,
+) -> None:
+    """Say what `rlhf run` would do, and why."""
+    from rlhf.pipeline.plan import Scope, make_plan
+    from rlhf.pipeline.recipe import load_recipe
+
+    folder = run_dir or _default_run_dir(recipe)
+    steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
+    rows = [(s.stage, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
+    _table(("stage", "action", "folder", "why"), rows)
+    print(f"run folder: {folder}")
+
+
+@app.command()
+def status(run_dir: RunArgument, as_json: JsonOption = False) -> None:
+    """Show how far a run is."""
+    import json
+
+    from rlhf.pipeline.summary import run_status
+
+    stages = run_status(run_dir)
+    if as_json:
+        print(json.dumps({"stages": stages}, indent=1))
+    else:
+        _stage_table(stages)
+
+
+def _stage_command(stage: str, summary: str) -> None:
+    """One stage alone, as a command of its own."""
+
+    def command(
+        recipe: RecipeArgument,
+        run_dir: Annotated[
+            Path,
+            typer.Option("--run-dir", help="Folder for the result; finished stages in it give the inputs."),
+        ],
+        overrides: Overrides = None,
+        force: Annotated[bool, typer.Option("--force", help="Run anew beside an earlier result.")] = False,
+    ) -> None:
+        from rlhf.pipeline.plan import Scope
+
+        _run(recipe, overrides, run_dir, Scope(stage, stage, frozenset([stage] if force else ())))
+
+    app.command(stage, help=f"{summary}\n\nThe models it starts from may be any Hugging Face folder or hub id.")(
+        command
+    )
+
+
+_stage_command("pretrain", "One stage alone: a base model from raw text.")
+_stage_command("sft", "One stage alone: fine-tune on demonstrations.")
+_stage_command("reward", "One stage alone: learn from ranked answers.")
+_stage_command("ppo", "One stage alone: PPO against a reward model.")
+
+
+@data_app.command("check")
+def data_check(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, folder, module:function or hub id.")],
+    kind: Annotated[str, typer.Option("--as", metavar="KIND", help="text, demonstrations, preferences or prompts.")],
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="NAME=COLUMN", help="Which column holds NAME; text=COLUMN."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count what rows would be used, which dropped, and why."""
+    import json
+
+    from rlhf.data.check import check
+    from rlhf.data.sources import Source
+
+    options: dict[str, Any] = {}
+    for pair in mapping or ():
+        name, _, column = pair.partition("=")
+        if name != "text" or kind != "text" or not column:
+            raise SettingsError(f"--map {pair}: only text=COLUMN can be mapped, with --as text")
+        options["column"] = column
+    found = check(Source(path=path, **options), kind)
+    if as_json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+        return
+    print(f"{path} as {kind}" + (f" ({found['format']})" if found["format"] else ""))
+    print("  ".join(f"{name} {found[name]}" for name in ("rows", "kept", "prompts", "pairs", "ties", "duplicates")))
+    for reason, drop in found["dropped"].items():
+        print(f"dropped {drop['count']}: {reason} (rows {', '.join(map(str, drop['rows']))} …)")
+    for warning in found["warnings"]:
+        print(f"warning: {warning}")
+
+
+@app.command("eval")
+def evaluate(run_dir: RunArgument) -> None:
+    """Evaluate the newest finished ppo model anew."""
+    from rlhf.pipeline.plan import newest_sealed
+
+    artifact = newest_sealed("ppo", run_dir)
+    if artifact is None:
+        raise SettingsError(f"{run_dir}: no finished ppo stage here; `rlhf status {run_dir}` shows how far it is")
+    _become("rlhf.stages.ppo.evaluate", str(artifact.folder))
+
+
+@app.command()
+def report(run_dir: RunArgument) -> None:
+    """Write the run's report.html anew."""
+    from rlhf.pipeline.report import render
+    from rlhf.pipeline.summary import run_status
+
+    run_status(run_dir)  # refuses what is no run folder
+    print(render(run_dir))
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or hub id.")],
+) -> None:
+    """Talk to a model."""
+    _become("rlhf.stages.chat", model)
+
+
+def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: "Scope") -> None:
+    from dataclasses import asdict
+
+    from rlhf.pipeline.recipe import load_recipe
+    from rlhf.pipeline.runner import run
+
+    folder = run_dir or _default_run_dir(recipe)
+    entries = run(load_recipe(recipe, overrides or ()), folder, scope, say=lambda text: print(text, flush=True))
+    _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
+    print(f"report: {folder / 'report.html'}")
+
+
+def _default_run_dir(recipe: str) -> Path:
+    from rlhf.pipeline.recipe import recipe_name
+
+    return Path("runs") / recipe_name(recipe)
+
+
+def _become(module: str, argument: str) -> None:
+    """Turn into a process that may import torch; its exit code and its Ctrl-C are its own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, argument])
+
+
+def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
+    from rlhf.pipeline.summary import duration, headline
+
+    rows = []
+    for stage, entry in stages.items():
+        steps = entry.get("steps")
+        progress = f"step {entry['step']} of {steps}" if steps else ""
+        rows.append((
+            stage, entry["status"], duration(entry["seconds"]),
+            headline(stage, entry["metrics"]) or entry.get("message") or progress, entry["model"] or "",
+        ))  # fmt: skip
+    _table(("stage", "status", "time", "result", "model"), rows)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal, aligned plain lines elsewhere."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 refused, 130/143 stopped by a signal."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        app(words)
+    except RunStopped as stop:
+        print(stop, file=sys.stderr)
+        raise
+    except SystemExit as stop:
+        if stop.code in (130, 143):
+            print("stopped; run again to resume", file=sys.stderr)
+        raise
+    except RefusedError as error:
+        _show(error, str(error), debug)
+        sys.exit(2)
+    except RunFailed as error:
+        _show(error, str(error), debug)
+        sys.exit(1)
+    except Exception as error:
+        _show(error, f"{type(error).__name__}: {error} (--debug shows where)", debug)
+        sys.exit(1)
+
+
+def _show(error: Exception, message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    print(f"error: {message}", file=sys.stderr)

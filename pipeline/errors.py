@@ -1,0 +1,13 @@
+"""How a run that was not refused can end other than well; the command line makes exit codes of it."""
+
+
+class RunFailed(RuntimeError):
+    """Something broke during the run; finished work is kept, running again resumes. Exit code 1."""
+
+
+class RunStopped(SystemExit):
+    """A signal ended the run with its state saved. `code` is 128 + the signal's number."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,254 @@
+"""What a run would do with each stage, and why: no folder, run; no manifest in it, resume; sealed, reuse."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.data import sources
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.pipeline.recipe import Recipe
+from rlhf.pipeline.summary import stage_status
+from rlhf.stages.artifact import STAGES, Artifact, Identity, identify, model_digest
+from rlhf.stages.settings import StageSettings, nearest
+
+UPSTREAM = {
+    ("sft", "model"): "pretrain",
+    ("reward", "model"): "sft",
+    ("ppo", "model"): "sft",
+    ("ppo", "reward_model"): "reward",
+}
+"""Which stage fills in a model that the recipe leaves empty."""
+
+Made = Mapping[str, Path | None]
+"""Stages with a result: its sealed folder, or None where the result is still to be made."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happens to one stage."""
+
+    stage: str
+    action: Literal["run", "resume", "reuse", "skip"]
+    reason: str
+    settings: StageSettings | None = None
+    """With the input models filled in."""
+    folder: Path | None = None
+    """None where the key depends on an input that is still to be made."""
+    identity: Identity | None = None
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which part of a recipe to run: stages from `first` to `last`, those in `force` anew."""
+
+    first: str | None = None
+    last: str | None = None
+    force: frozenset[str] = field(default_factory=frozenset)
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse stage names that the recipe does not have."""
+        for option, stages in (
+            ("--from", [self.first]),
+            ("--to", [self.last]),
+            ("--force", sorted(self.force)),
+        ):
+            for stage in filter(None, stages):
+                if stage not in STAGES:
+                    raise SettingsError(f"{option} {stage}: no such stage; {nearest(stage, list(STAGES))}")
+                if stage not in recipe.stages:
+                    raise SettingsError(f"{stage}: the recipe has no section '{stage}'; add one")
+        if not any(self.side(stage) == "inside" for stage in STAGES):
+            raise SettingsError(f"--from {self.first} comes after --to {self.last}: no stage to run")
+        for stage in self.force:
+            if self.side(stage) != "inside":
+                raise SettingsError(f"--force {stage}: lies outside of --from and --to; widen them")
+
+    def side(self, stage: str) -> Literal["before", "inside", "after"]:
+        """Where a stage lies."""
+        place = STAGES.index(stage)
+        if self.first and place < STAGES.index(self.first):
+            return "before"
+        return "after" if self.last and place > STAGES.index(self.last) else "inside"
+
+
+def make_plan(recipe: Recipe, run_dir: Path, scope: Scope | None = None) -> list[Step]:
+    """A step per stage of the run. Reads digests of data and inputs, trains and writes nothing.
+
+    Raises RefusedError for data or models that are not there.
+    """
+    scope = scope or Scope()
+    scope.check(recipe)
+    check_run_dir(run_dir)
+    made: dict[str, Path | None] = {}
+    steps = []
+    for stage in STAGES:
+        step = plan_stage(recipe, stage, run_dir, made, scope)
+        if step is not None:
+            steps.append(step)
+            if step.action != "skip":
+                made[stage] = step.folder if step.action == "reuse" else None
+    return steps
+
+
+def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope) -> Step | None:
+    """One stage's step, given the results before it; None if the run does not have this stage."""
+    settings = recipe.section(stage)
+    side = scope.side(stage)
+    if settings is None:
+        # A recipe for one stage alone finds its inputs among what the run folder holds.
+        found = newest_sealed(stage, run_dir) if side == "before" else None
+        return Step(stage, "reuse", "the newest one here", folder=found.folder) if found else None
+    if side != "inside":
+        return _outside(stage, settings, run_dir, made, scope)
+    settings, waiting = fill_inputs(settings, made, run_dir)
+    if waiting:
+        _find_inputs(settings)
+        inputs = " and ".join(waiting)
+        return Step(stage, "run", f"its input {inputs} will be new", settings)
+    settings, identity = _choose_attempt(settings, run_dir, force=stage in scope.force)
+    artifact = Artifact(run_dir / identity.folder_name)
+    if artifact.sealed:
+        return Step(stage, "reuse", "finished; nothing it depends on changed", settings, artifact.folder, identity)
+    if artifact.folder.exists():
+        return Step(stage, "resume", _how_far(artifact.folder), settings, artifact.folder, identity)
+    if stage in scope.force and settings.attempt:
+        reason = "--force; the earlier result is kept"
+    else:
+        reason = _why_new(identity, run_dir)
+    return Step(stage, "run", reason, settings, artifact.folder, identity)
+
+
+def fill_inputs(settings: StageSettings, made: Made, run_dir: Path) -> tuple[StageSettings, list[str]]:
+    """Settings with empty model fields filled from the stages before; and the stages to be waited for."""
+    filled: dict[str, str] = {}
+    waiting = []
+    for name in settings.input_fields:
+        if getattr(settings, name) is not None:
+            continue
+        upstream = UPSTREAM[settings.stage, name]
+        if upstream not in made:
+            raise SettingsError(
+                f"{settings.stage}.{name}: not set, and {run_dir} has no finished {upstream}; "
+                f"name a model folder or hub id, or run {upstream} first"
+            )
+        folder = made[upstream]
+        if folder is None:
+            waiting.append(upstream)
+        else:
+            filled[name] = str(Artifact(folder.absolute()).model)
+    return settings.model_copy(update=filled), waiting
+
+
+def _find_inputs(settings: StageSettings) -> None:
+    """Refuse what is not there, for a stage whose key cannot be taken yet."""
+    for name in settings.input_fields:
+        if (model := getattr(settings, name)) is not None:
+            model_digest(model, f"{settings.stage}.{name}")
+    for name in settings.data_fields:
+        if (source := getattr(settings, name)) is not None:
+            sources.digest(source)
+    for name in settings.code_fields:
+        if (reference := getattr(settings, name)) is not None:
+            sources.load_function(reference)
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Refuse a run folder that cannot be one."""
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise SettingsError(f"--run-dir {run_dir}: {there} is not a folder; choose another")
+
+
+def newest_sealed(stage: str, run_dir: Path) -> Artifact | None:
+    """The stage's artifact that was finished last, whatever made it."""
+    return max(_sealed(stage, run_dir), key=lambda a: a.manifest["made_with"]["finished"], default=None)
+
+
+def _sealed(stage: str, run_dir: Path) -> list[Artifact]:
+    return [a for a in map(Artifact, sorted(run_dir.glob(f"{stage}-*"))) if a.sealed]
+
+
+def _outside(stage: str, settings: StageSettings, run_dir: Path, made: Made, scope: Scope) -> Step:
+    """A stage that is not to be run: its result if there is one; before --from, another recipe's will do."""
+    before = scope.side(stage) == "before"
+    limit = f"before {scope.first}" if before else f"after {scope.last}"
+    identity = None
+    try:
+        settings, waiting = fill_inputs(settings, made, run_dir)
+        if not waiting:
+            settings, identity = _choose_attempt(settings, run_dir)
+            if Artifact(folder := run_dir / identity.folder_name).sealed:
+                return Step(stage, "reuse", f"{limit}; finished", settings, folder, identity)
+    except RefusedError:
+        pass  # without inputs it has no result either
+    other = newest_sealed(stage, run_dir)
+    if not before or other is None:
+        return Step(stage, "skip", limit)
+    changes = ", ".join(_differences(identity, other.manifest)) if identity else "other inputs"
+    return Step(stage, "reuse", f"{limit}; the newest one here, made differently: {changes}", folder=other.folder)
+
+
+def _choose_attempt(settings: StageSettings, run_dir: Path, force: bool = False) -> tuple[StageSettings, Identity]:
+    """The highest attempt that has a folder, or with `force` the one after it."""
+    identity = identify(settings)
+    folders = {path.name for path in run_dir.glob(f"{settings.stage}-*")}
+    while identity.folder_name in folders and (force or len(folders) > 1):
+        after = settings.model_copy(update={"attempt": settings.attempt + 1})
+        identity_after = identify(after)
+        if not force and identity_after.folder_name not in folders:
+            break
+        settings, identity = after, identity_after
+    return settings, identity
+
+
+def _how_far(folder: Path) -> str:
+    """Where an unfinished stage will go on, from its newest complete checkpoint."""
+    checkpoints = folder / "checkpoints"
+    found = [*checkpoints.glob("step-*/state.json"), *checkpoints.glob("checkpoint-*/trainer_state.json")]
+    if not found:
+        return "interrupted before its first checkpoint; starts over"
+    step = max(int(path.parent.name.rpartition("-")[2]) for path in found)
+    steps = stage_status(folder).get("steps")
+    return f"interrupted; goes on from step {step}" + (f" of {steps}" if steps else "")
+
+
+def _why_new(identity: Identity, run_dir: Path) -> str:
+    """The difference to the nearest finished sibling."""
+    others = [_differences(identity, a.manifest) for a in _sealed(identity.stage, run_dir)]
+    if not others:
+        return "not run yet"
+    nearest_one = min(others, key=len)
+    shown = nearest_one[:3] + ([f"{len(nearest_one) - 3} more changes"] if len(nearest_one) > 3 else [])
+    return ", ".join(shown) or "another attempt"
+
+
+def _differences(identity: Identity, manifest: dict[str, Any]) -> list[str]:
+    stage = identity.stage
+    then, now = _flat(manifest["settings"]), _flat(identity.settings)
+    found = [
+        f"{stage}.{name} {then.get(name)} → {now.get(name)}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name) and name != "attempt"
+    ]
+    inputs = manifest["inputs"]
+    found += [
+        f"input {UPSTREAM.get((stage, name), name)} changed"
+        for name, digest in identity.inputs.items()
+        if inputs.get(name) != digest
+    ]
+    data = manifest["data"]
+    names = sorted(data.keys() | identity.data.keys())
+    return found + [f"{stage}.{name} changed" for name in names if data.get(name) != identity.data.get(name)]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,157 @@
+"""A recipe: one YAML that describes a whole run, typed, with dotted overrides from the command line."""
+
+import difflib
+from collections.abc import Iterable
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
+from yaml import YAMLError
+
+from rlhf.data.errors import SettingsError
+from rlhf.stages.artifact import STAGES
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.settings import Settings, StageSettings
+from rlhf.stages.sft.config import SFTSettings
+
+
+class Shared(Settings):
+    """Settings at the top of a recipe that every section takes over where it does not set its own."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of weights, order of the data and sampling."""
+    eval_share: float = Field(0.1, gt=0, lt=1)
+    """Share of the prompts (documents, for text) held out for evaluation."""
+    judge: str | None = None
+    """module:function (prompts, responses) -> true qualities, for the stages that take a judge."""
+
+
+class Recipe(Shared):
+    """A whole run. A section that is not there is a stage that is not run."""
+
+    num_processes: int | None = Field(None, ge=1)
+    """Processes per stage; accelerate's own choice by default."""
+    accelerate_config: str | None = None
+    """A file written by `accelerate config` that the stages are launched with."""
+    pretrain: PretrainSettings | None = None
+    """The base model from raw text."""
+    sft: SFTSettings | None = None
+    """Supervised fine-tuning on demonstrations."""
+    reward: RewardSettings | None = None
+    """The reward model on ranked answers."""
+    ppo: PPOSettings | None = None
+    """PPO against the reward model."""
+
+    def section(self, stage: str) -> StageSettings | None:
+        """Settings of a stage, None if it is not part of the run."""
+        settings: StageSettings | None = getattr(self, stage)
+        return settings
+
+    @property
+    def stages(self) -> list[str]:
+        """Stages of this run, in order."""
+        return [stage for stage in STAGES if self.section(stage) is not None]
+
+
+def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe (a path or a shipped name), apply `key=value` overrides, resolve, validate.
+
+    Raises SettingsError naming the file, line or key and what would work.
+    """
+    config = _read(recipe)
+    for override in overrides:
+        _override(config, override)
+    try:
+        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise SettingsError(f"{recipe}: {error.full_key}: {_first_line(error)}") from None
+    assert isinstance(content, dict)
+    mapping = {str(key): value for key, value in content.items()}
+    shared = {name: mapping[name] for name in Shared.model_fields if name in mapping}
+    Shared.load(shared, "")  # on its own first, or a wrong value would be reported once per section
+    for stage in STAGES:
+        if isinstance(section := mapping.get(stage), dict):
+            known = {name: value for name, value in shared.items() if name in _section_class(stage).model_fields}
+            mapping[stage] = known | section
+    loaded = Recipe.load(mapping, "")
+    if not loaded.stages:
+        raise SettingsError(f"{recipe}: no stage to run; a recipe has at least one section of {', '.join(STAGES)}")
+    return loaded
+
+
+def recipe_name(recipe: str) -> str:
+    """What a recipe's run folder is called by default."""
+    return Path(recipe).stem if Path(recipe).is_file() else recipe
+
+
+def shipped_recipes() -> dict[str, Traversable]:
+    """The recipes that come with the package, by name."""
+    files = resources.files("rlhf.recipes").iterdir()
+    return {file.name.removesuffix(".yaml"): file for file in files if file.name.endswith(".yaml")}
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe; loading it again gives the same recipe."""
+    content = recipe.model_dump(mode="json")
+    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in content.items() if v is not None}))
+
+
+def _read(recipe: str) -> Any:
+    path = Path(recipe)
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{recipe}: cannot be read: {error}") from None
+    else:
+        shipped = shipped_recipes()
+        if recipe not in shipped:
+            found = "a folder, not a recipe" if path.is_dir() else "no such recipe"
+            close = difflib.get_close_matches(recipe, shipped, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            raise SettingsError(
+                f"{recipe}: {found}; {hint}give a YAML file or a shipped name: {', '.join(sorted(shipped))}"
+            )
+        text = shipped[recipe].read_text(encoding="utf-8")
+    try:
+        config = OmegaConf.create(text)
+    except YAMLError as error:
+        raise SettingsError(f"{recipe}: not valid YAML: {' '.join(str(error).split())}") from None
+    except OmegaConfBaseException as error:
+        raise SettingsError(f"{recipe}: {_first_line(error)}") from None
+    if not OmegaConf.is_dict(config):
+        raise SettingsError(f"{recipe}: not a recipe; it must be a mapping with sections {', '.join(STAGES)}")
+    return config
+
+
+def _override(config: Any, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise SettingsError(f"'{override}': not an override; write key=value, for example ppo.learning_rate=1e-5")
+    parent = key.strip().rpartition(".")[0]
+    try:
+        found = OmegaConf.select(config, parent) if parent else config
+        if found is not None and not OmegaConf.is_config(found):
+            raise ValueError(f"{parent} is {found!r}, which has no parts; give it whole: '{parent}={{…: …}}'")
+        # Parsed exactly like a value in the file: numbers, lists, null, ${…}.
+        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
+        OmegaConf.update(config, key.strip(), value, force_add=True)
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+        raise SettingsError(f"override '{override}': {_first_line(error)}") from None
+
+
+def _section_class(stage: str) -> type[StageSettings]:
+    classes: dict[str, type[StageSettings]] = {
+        "pretrain": PretrainSettings, "sft": SFTSettings, "reward": RewardSettings, "ppo": PPOSettings,
+    }  # fmt: skip
+    return classes[stage]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,150 @@
+"""report.html: one file that shows what every stage brought; `rlhf run` and `rlhf report` write it."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from rlhf.pipeline.charts import draw_charts
+from rlhf.pipeline.summary import duration, run_status
+from rlhf.stages.artifact import Artifact, replace_text
+
+MAX_SAMPLES = 30
+MAX_CHARACTERS = 1000  # per text in the gallery; both limits keep the page small enough to send by mail
+
+TITLES = {"pretrain": "Pretraining", "sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
+PURPOSES = {
+    "pretrain": "A decoder learns to continue raw text.",
+    "sft": "Supervised fine-tuning: it learns to answer, from prompts with good responses.",
+    "reward": "A second model learns from ranked answers what people prefer: one score per response.",
+    "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A final metric and what it is held against; both are names of metrics."""
+
+    label: str
+    before: str | None
+    after: str
+    versus: str
+    better: int  # 1: higher is better, -1: lower is better, 0: neither
+
+
+CHANGES = {
+    "pretrain": [Change("held-out loss, nats per token", "guessing_loss", "val_loss", "against guessing", -1)],
+    "sft": [Change("held-out loss, nats per token", "base_eval_loss", "eval_loss", "against the base model", -1)],
+    "reward": [Change("held-out ranking accuracy", "longer_wins_accuracy", "accuracy", "against “longer wins”", 1)],
+    "ppo": [
+        Change("true quality", "sft_true_quality", "true_quality", "against SFT", 1),
+        Change("score", "sft_score", "score", "against SFT", 1),
+        Change("win rate over SFT", None, "win_rate", "ties count half", 0),
+        Change("answers that come to an end", "sft_eos_share", "eos_share", "against SFT", 1),
+        Change("KL from SFT", None, "kl", "nats per response", 0),
+    ],
+}
+
+
+def render(run_dir: str | Path) -> Path:
+    """Write `run_dir`/report.html from what is there, finished stages or not, and return its path.
+
+    Raises RefusedError where `run_dir` is not the folder of a run.
+    """
+    run_dir = Path(run_dir)
+    stages = [_stage(name, entry, run_dir) for name, entry in run_status(run_dir).items()]
+    samples = [sample for stage in stages for sample in stage["samples"]]
+    recipe = run_dir / "recipe.yaml"
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(number=_number, duration=duration, clip=_clip)
+    template = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text("utf-8"))
+    page = template.render(
+        name=run_dir.resolve().name,
+        stages=stages,
+        headline=[change for stage in stages for change in stage["changes"][:1]],
+        total_seconds=sum(stage["seconds"] or 0 for stage in stages),
+        samples=samples[:MAX_SAMPLES],
+        gallery=_gallery(samples),
+        recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
+    )
+    replace_text(run_dir / "report.html", page)
+    return run_dir / "report.html"
+
+
+def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Everything the page shows of one stage; `entry` is its line of the run's status."""
+    metrics = dict(entry["metrics"])
+    if vocab_size := metrics.get("vocab_size"):
+        metrics["guessing_loss"] = math.log(vocab_size)  # the loss of a model that knows nothing
+    artifact = Artifact(run_dir / entry["folder"]) if entry["folder"] else None
+    return {
+        "name": name,
+        "title": TITLES[name],
+        "purpose": PURPOSES[name],
+        "status": entry["status"],
+        "message": entry.get("message") if entry["status"] != "done" else None,
+        "seconds": entry["seconds"],
+        "folder": artifact.folder.name if artifact else None,
+        "metrics": metrics,
+        "changes": _changes(name, metrics),
+        "manifest": artifact.manifest if artifact and artifact.sealed else {},
+        "samples": list(_json_lines(artifact.folder / "samples.jsonl")) if artifact else [],
+        **draw_charts(name, list(_json_lines(artifact.folder / "metrics.jsonl")) if artifact else [], metrics),
+    }
+
+
+def _changes(stage: str, metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """The final metrics that say most, those that are there, each with its verdict."""
+    shown = []
+    for change in CHANGES[stage]:
+        after, before = metrics.get(change.after), metrics.get(change.before or "")
+        if after is None:
+            continue
+        gain = 0 if before is None else change.better * ((after > before) - (after < before))
+        verdict = {1: "better", -1: "worse", 0: ""}[gain]
+        shown.append({"spec": change, "stage": TITLES[stage], "before": before, "after": after, "verdict": verdict})
+    return shown
+
+
+def _gallery(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often PPO's answer is better, over all samples and not only those shown."""
+    judged = all("sft_quality" in sample and "ppo_quality" in sample for sample in samples)
+    kind = "quality" if judged else "score"
+    pairs = [(sample[f"sft_{kind}"], sample[f"ppo_{kind}"]) for sample in samples]
+    return {
+        "count": len(samples),
+        "judged": judged,
+        "better": sum(ppo > sft for sft, ppo in pairs),
+        "worse": sum(ppo < sft for sft, ppo in pairs),
+    }
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the blank end, or a line that a killed stage did not finish
+
+
+def _number(value: Any) -> str:
+    """Three digits, which people can compare; `–` for what is missing."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else text[:MAX_CHARACTERS] + " …"

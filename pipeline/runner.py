@@ -1,0 +1,202 @@
+"""The run: check everything, then stage by stage plan, train, and write down how far it is."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+from rlhf.data import rows
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.sources import Source
+from rlhf.pipeline.errors import RunFailed, RunStopped
+from rlhf.pipeline.launch import ERROR_LOG, handle_signals, run_stage
+from rlhf.pipeline.plan import Scope, Step, make_plan, plan_stage
+from rlhf.pipeline.recipe import Recipe, to_yaml
+from rlhf.pipeline.summary import (
+    Entry,
+    duration,
+    headline,
+    held,
+    read_summary,
+    stage_status,
+    write_summary,
+)
+from rlhf.stages.artifact import Artifact, replace_text, write_settings
+
+READERS: dict[str, Callable[[Source, float], rows.Loaded[Any]]] = {
+    "pretrain": rows.read_text,
+    "sft": rows.read_demonstrations,
+    "reward": rows.read_rankings,
+    "ppo": rows.read_prompts,
+}
+SECONDS_FOR_ANOTHER = 30.0
+"""Patience with another run in the folder: the stage of a run that was killed may still be saving."""
+
+Say = Callable[[str], None]
+
+
+def run(recipe: Recipe, run_dir: Path, scope: Scope | None = None, say: Say = print) -> dict[str, Entry]:
+    """Run what the plan says, reuse the rest; returns the entries of summary.json.
+
+    Raises RefusedError before anything is trained or written, RunFailed when a stage breaks, and RunStopped
+    (a SystemExit) after a signal; in the last two cases running again resumes.
+    """
+    scope = scope or Scope()
+    with ExitStack() as stack:
+        lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER)) if run_dir.is_dir() else None
+        steps = make_plan(recipe, run_dir, scope)
+        refuse_bad_input(steps, recipe, run_dir, say)
+        if lock is None:  # only now: a refused run leaves no folder behind
+            _create(run_dir)
+            lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER))
+        stack.enter_context(handle_signals(_exit_on_signal))
+        _write_recipe(run_dir, recipe)
+        entries = _first_entries(steps, run_dir)
+        changed = write_summary(run_dir, entries)
+        made: dict[str, Path | None] = {}
+        for step in steps:
+            if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
+                step = plan_stage(recipe, step.stage, run_dir, made, scope) or step
+            say(_describe(step))
+            if step.action in ("run", "resume"):
+                _train(step, recipe, run_dir, entries, lock, say)
+                changed = True
+            elif step.action == "reuse":
+                entries[step.stage] = _finished(step, run_dir, entries[step.stage])
+                changed |= write_summary(run_dir, entries)
+            if step.action != "skip":
+                made[step.stage] = step.folder
+        if changed or not (run_dir / "report.html").is_file():
+            _render_report(run_dir)
+    return entries
+
+
+def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say) -> None:
+    """Read all rows of the stages that will run before the first one starts. (The plan found its models.)"""
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SettingsError(f"--run-dir {run_dir}: {there} is not writable; choose another")
+    if recipe.accelerate_config and not Path(recipe.accelerate_config).is_file():
+        raise SettingsError(f"accelerate_config: no file '{recipe.accelerate_config}'; `accelerate config` writes one")
+    for step in steps:
+        if step.action not in ("run", "resume") or step.settings is None:
+            continue
+        settings = step.settings
+        for name in settings.data_fields:
+            source = getattr(settings, name)
+            if source is not None:
+                report = READERS[step.stage](source, settings.max_dropped).report
+                for line in [*([report.summary()] if report.dropped else []), *report.warnings]:
+                    say(f"{step.stage}.{name}: {line}")
+
+
+def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry], lock: int, say: Say) -> None:
+    """Run one stage to its seal, and keep summary.json true whatever happens."""
+    stage, folder, settings = step.stage, step.folder, step.settings
+    assert folder is not None
+    assert settings is not None
+    write_settings(folder, settings)
+    before = entries[stage].seconds if entries[stage].folder == folder.name else None
+    entry = entries[stage] = Entry("running", folder=folder.name, seconds=before)
+    write_summary(run_dir, entries)
+    began = monotonic()
+
+    def ended(status: str) -> float:
+        """Seconds of this attempt."""
+        taken = monotonic() - began
+        entries[stage] = replace(entry, status=status, seconds=round((before or 0.0) + taken, 2))
+        write_summary(run_dir, entries)
+        return taken
+
+    try:
+        run_stage(stage, folder, recipe, lock)
+        if not Artifact(folder).sealed:
+            raise RunFailed("it ended without sealing its folder (no manifest.json)")
+    except RefusedError:
+        ended("failed")
+        raise
+    except (SystemExit, KeyboardInterrupt) as stop:
+        code = 130 if isinstance(stop, KeyboardInterrupt) else stop.code
+        if code not in (130, 143):
+            ended("failed")
+            raise RunFailed(f"{stage}: ended itself with code {code}; {_how_to_go_on(folder)}") from stop
+        ended("stopped")
+        told = stage_status(folder)
+        where = f" at step {told['step']} of {told['steps']}" if told.get("state") == "stopped" else ""
+        raise RunStopped(f"{stage}: stopped{where}; {_how_to_go_on(folder)}", int(code)) from None
+    except Exception as error:
+        ended("failed")
+        message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+        raise RunFailed(f"{stage}: {message}; {_how_to_go_on(folder)}") from error
+    taken = ended("done")
+    entries[stage] = _finished(step, run_dir, entries[stage])
+    write_summary(run_dir, entries)
+    say(f"{stage}: done in {duration(taken)}  {headline(stage, entries[stage].metrics)}".rstrip())
+
+
+def _describe(step: Step) -> str:
+    where = f" {step.folder.name}" if step.folder else ""
+    return f"{step.stage}: {step.action}{where} ({step.reason})"
+
+
+def _how_to_go_on(folder: Path) -> str:
+    log = f" (traceback in {ERROR_LOG})" if (folder / ERROR_LOG).exists() else ""
+    return f"state is kept in {folder}{log}; run again to resume"
+
+
+def _first_entries(steps: list[Step], run_dir: Path) -> dict[str, Entry]:
+    """What summary.json says before the first stage starts; stages of other recipes drop out."""
+    earlier = read_summary(run_dir)
+    entries = {}
+    for step in steps:
+        old = earlier.get(step.stage)
+        same = old is not None and step.folder is not None and old.folder == step.folder.name
+        entries[step.stage] = replace(old, status="planned") if old and same else Entry("planned")
+        if step.action == "reuse":
+            entries[step.stage] = _finished(step, run_dir, entries[step.stage])
+    return entries
+
+
+def _finished(step: Step, run_dir: Path, old: Entry) -> Entry:
+    assert step.folder is not None
+    artifact = Artifact(step.folder)
+    return Entry(
+        "done",
+        folder=step.folder.name,
+        model=artifact.model.relative_to(run_dir).as_posix(),
+        seconds=old.seconds if old.folder == step.folder.name else None,
+        metrics=artifact.manifest["metrics"],
+    )
+
+
+def _create(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--run-dir {run_dir}: cannot be made: {error.strerror}; choose another") from None
+
+
+def _write_recipe(run_dir: Path, recipe: Recipe) -> None:
+    path, text = run_dir / "recipe.yaml", to_yaml(recipe)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        replace_text(path, text)
+
+
+def _render_report(run_dir: Path) -> None:
+    from rlhf.pipeline import report  # matplotlib takes its time
+
+    try:
+        report.render(run_dir)
+    except Exception as error:
+        raise RunFailed(
+            f"report: {type(error).__name__}: {error}; the stages are finished, `rlhf report {run_dir}` tries again"
+        ) from error
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)

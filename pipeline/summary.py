@@ -1,0 +1,138 @@
+"""summary.json: how far a run is; who is at work in its folder; and both as people read it."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from rlhf.data.errors import SettingsError
+from rlhf.stages.artifact import STAGES, replace_text
+
+HEADLINES = {
+    "pretrain": ("val_loss", "vocab_size"),
+    "sft": ("eval_loss", "base_eval_loss"),
+    "reward": ("accuracy", "longer_wins_accuracy"),
+    "ppo": ("true_quality", "sft_true_quality", "win_rate", "score", "kl", "eos_share"),
+}
+"""Final metrics worth a place in a table, where the stage has them."""
+
+
+@dataclass
+class Entry:
+    """One stage in summary.json. `folder` and `model` are relative to the run folder."""
+
+    status: str
+    """done, failed, stopped, running or planned."""
+    folder: str | None = None
+    model: str | None = None
+    seconds: float | None = None
+    """Wall time over all attempts that this run saw end; null if the stage was run by hand."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def read_summary(run_dir: Path) -> dict[str, Entry]:
+    """Entries by stage; empty if there is no summary.json."""
+    path = run_dir / "summary.json"
+    if not path.is_file():
+        return {}
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        return {stage: Entry(**stages[stage]) for stage in STAGES if stage in stages}
+    except (ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"{path}: not a summary of a run ({error}); delete it and run again") from None
+
+
+def write_summary(run_dir: Path, entries: dict[str, Entry]) -> bool:
+    """Replace summary.json whole; False if it said the same already, and then it is left alone."""
+    stages = {stage: asdict(entries[stage]) for stage in STAGES if stage in entries}
+    text = json.dumps({"stages": stages}, indent=1)
+    path = run_dir / "summary.json"
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    replace_text(path, text)
+    return True
+
+
+def stage_status(folder: Path) -> dict[str, Any]:
+    """What the stage itself last wrote: state, step, steps, message; empty if it has not begun."""
+    try:
+        content: dict[str, Any] = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """summary.json, with step and steps of stages under way; 'interrupted' for one whose process is gone."""
+    if not run_dir.is_dir() or not (run_dir / "summary.json").is_file():
+        raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
+    stages: dict[str, dict[str, Any]] = {}
+    for stage, entry in read_summary(run_dir).items():
+        stages[stage] = asdict(entry)
+        if entry.status == "running" and not in_use(run_dir):
+            stages[stage]["status"] = "interrupted"
+        if entry.folder and entry.status != "done":
+            told = stage_status(run_dir / entry.folder)
+            stages[stage] |= {name: told.get(name) for name in ("step", "steps", "message")}
+    return stages
+
+
+def headline(stage: str, metrics: dict[str, Any]) -> str:
+    """The final metrics of a stage in one line."""
+    shown = [(name, metrics[name]) for name in HEADLINES[stage] if metrics.get(name) is not None]
+    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people read them."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, left = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{left:02d}" if minutes >= 60 else f"{minutes}:{left:02d} min"
+
+
+@contextmanager
+def held(run_dir: Path, patience: float) -> Iterator[int]:
+    """Have the run folder to ourselves, as two runs must never write into one stage. Yields the lock.
+
+    The system drops the lock when its last holder dies, however it dies. Waits `patience` seconds: the stage
+    of a run that was killed may still be saving.
+    """
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    until = monotonic() + patience
+    try:
+        while not _locked(descriptor):
+            if monotonic() > until:
+                raise SettingsError(
+                    f"{run_dir}: another rlhf run is working here; wait for it, stop it, or choose another --run-dir"
+                )
+            sleep(0.2)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def in_use(run_dir: Path) -> bool:
+    """Whether a run is working in this folder now."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        return not _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks (some network mounts): go on without
+        return True
+    return True

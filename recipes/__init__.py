@@ -1,0 +1,1 @@
+"""Shipped recipes (YAML) and the demo world they use."""

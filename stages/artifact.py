@@ -1,0 +1,227 @@
+"""The folder a stage leaves behind: what it was made from, its key, and the manifest that seals it. No torch."""
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import OmegaConf
+
+from rlhf.data import sources
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.stages.settings import StageSettings
+
+AnyStage = TypeVar("AnyStage", bound=StageSettings)
+
+STAGES = ("pretrain", "sft", "reward", "ppo")
+_EDGE = 1 << 20  # bytes hashed at either end of a large file of a model that has no manifest
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides a stage's result, and the key that stands for it."""
+
+    stage: str
+    key: str
+    inputs: dict[str, str]
+    """Digest of each input model, by field name."""
+    data: dict[str, str]
+    """Digest of each source of rows (and of each judge's code), by field name."""
+    settings: dict[str, Any]
+    """The settings that change the result."""
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.stage}-{self.key[:8]}"
+
+
+def identify(settings: StageSettings) -> Identity:
+    """Key = hash of stage, result-changing settings, digests of inputs and of data.
+
+    Raises RefusedError for what is not there.
+    """
+    data_fields = [*settings.data_fields, *settings.code_fields]
+    left_out = {*settings.not_in_key, *settings.input_fields, *data_fields}
+    inputs = {}
+    for name in settings.input_fields:
+        reference = getattr(settings, name)
+        if reference is None:
+            raise SettingsError(
+                f"{settings.stage}.{name}: not set; name a model folder or hub id, or run the stage before it"
+            )
+        inputs[name] = model_digest(reference, f"{settings.stage}.{name}")
+    data = {}
+    for name in data_fields:
+        value = getattr(settings, name)
+        if value is not None:
+            data[name] = code_digest(value) if name in settings.code_fields else sources.digest(value)
+    kept = settings.model_dump(mode="json", exclude=left_out)
+    text = json.dumps([settings.stage, kept, inputs, data], sort_keys=True)
+    return Identity(settings.stage, hashlib.sha256(text.encode()).hexdigest(), inputs, data, kept)
+
+
+class Artifact:
+    """A stage's folder, finished or not."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def sealed(self) -> bool:
+        return (self.folder / "manifest.json").is_file()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        manifest: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        return manifest
+
+    @property
+    def digest(self) -> str:
+        """Hash over the hashes of the model's files: two runs that wrote the same model have the same digest."""
+        files = {p: h for p, h in self.manifest["files"].items() if p.startswith("model/")}
+        return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+def model_digest(reference: str, where: str) -> str:
+    """Digest of a model: its manifest's if it has one, its files' (large ones by size and ends), or the hub id."""
+    folder = Path(reference)
+    if not folder.is_dir():
+        if folder.is_absolute() or reference.startswith(".") or reference.count("/") > 1 or "\\" in reference:
+            raise SettingsError(f"{where}: no folder '{reference}'")
+        return f"hub:{reference}"
+    if folder.name == "model" and (artifact := Artifact(folder.parent)).sealed:
+        return artifact.digest
+    if not (folder / "config.json").is_file():
+        raise SettingsError(f"{where}: '{reference}' holds no config.json; it must be a saved model")
+    total = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        size = path.stat().st_size
+        total.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            total.update(file.read(_EDGE))
+            file.seek(max(size - _EDGE, 0))
+            total.update(file.read(_EDGE))
+    return total.hexdigest()
+
+
+def code_digest(reference: str) -> str:
+    """Hash of the source of a `module:function`'s module."""
+    module = importlib.import_module(sources.load_function(reference).__module__)
+    source = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(source).read_bytes() if source else reference.encode()).hexdigest()
+
+
+def write_settings(folder: Path, settings: StageSettings) -> None:
+    """Write settings.yaml, from which the stage can be run again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"stage": settings.stage, **settings.model_dump(mode="json")}
+    replace_text(folder / "settings.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
+
+
+def read_settings(folder: Path, cls: type[AnyStage]) -> AnyStage:
+    """Settings of the stage whose folder this is."""
+    path = folder / "settings.yaml"
+    if not path.is_file():
+        raise RefusedError(f"{folder}: no settings.yaml; it names the settings that the stage runs with")
+    content = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+    stage = content.pop("stage", cls.stage)
+    if stage != cls.stage:
+        raise SettingsError(f"{path}: holds settings of stage '{stage}', not '{cls.stage}'")
+    return cls.load(content, cls.stage)
+
+
+def seal(
+    folder: Path, identity: Identity, metrics: dict[str, float], processes: int, hand_over: dict[str, Any]
+) -> None:
+    """Write manifest.json, last and atomically: from now on the artifact is finished and never changed.
+
+    `hand_over` is what the next stage checks: tokenizer digest, vocabulary size, template, eos and pad ids.
+    """
+    files = {
+        path.relative_to(folder).as_posix(): file_digest(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "checkpoints" not in path.relative_to(folder).parts and path.name != "status.json"
+    }
+    manifest = {
+        "stage": identity.stage,
+        "key": identity.key,
+        "inputs": identity.inputs,
+        "data": identity.data,
+        "settings": identity.settings,
+        "hand_over": hand_over,
+        "files": files,
+        "made_with": {
+            "versions": _versions(),
+            "commit": _commit(),
+            "processes": processes,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        },
+        "metrics": metrics,
+    }
+    replace_text(folder / "manifest.json", json.dumps(manifest, indent=1))
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing: to a temporary name beside it, then os.replace."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in (
+        "rlhf-toolkit",
+        "torch",
+        "transformers",
+        "trl",
+        "peft",
+        "datasets",
+        "accelerate",
+        "tokenizers",
+    ):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that this code runs from, if it is one."""
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    answer = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+if str(Path.cwd()) not in sys.path:
+    sys.path.append(str(Path.cwd()))  # so that a recipe can name a module:function beside it

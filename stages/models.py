@@ -1,0 +1,196 @@
+"""Loading and saving the models of the stages, and the two ways they are read: log-probabilities and scores.
+
+Axis letters in shapes: B rows, P prompt tokens, R response tokens, T = P + R, V vocabulary.
+"""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.tokens import ensure_chat_template, ensure_pad
+
+_SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json
+
+
+def load_tokenizer(reference: str) -> PreTrainedTokenizerBase:
+    """Tokenizer with a pad token and a chat template; a foreign one without gets ours, which then travels on."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(reference)
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"no tokenizer in '{reference}': {_first_line(error)}") from error
+    ensure_pad(tokenizer)
+    ensure_chat_template(tokenizer)
+    return tokenizer
+
+
+def load_policy(reference: str) -> PreTrainedModel:
+    """A causal language model in float32; nothing may be newly initialised."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"no causal language model in '{reference}': {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise RefusedError(f"'{reference}' lacks the weights {sorted(info['missing_keys'])[:3]}; save it again")
+    return model
+
+
+class ScalarModel(nn.Module):
+    """A one-label sequence classifier read our way: one number per token, in float32, normalised.
+
+    The score of a text is the number at its last real token, found by length (transformers' own forward looks
+    for the right-most id that is not pad, and misses a final eos when pad = eos), or the mean over the
+    response (`pooling="mean"`). A critic is the same model with the numbers read as values.
+    """
+
+    def __init__(self, classifier: PreTrainedModel) -> None:
+        super().__init__()
+        if not isinstance(getattr(classifier, "score", None), nn.Linear):
+            raise RefusedError(f"{type(classifier).__name__} has no linear head named 'score'; use a decoder model")
+        self.classifier = classifier
+        rule = getattr(classifier.config, _SCORE_KEYS, None) or {}
+        self.pooling: str = rule.get("pooling", "last")
+        self.mean: float = rule.get("mean", 0.0)
+        self.std: float = rule.get("std", 1.0)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Numbers per token [B,T], from ids [B,T] and attention mask [B,T] (True where a token is)."""
+        output = self.classifier.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask.long(),
+            position_ids=position_ids(attention_mask),
+            use_cache=False,
+        )
+        with torch.autocast(input_ids.device.type, enabled=False):
+            head = self.classifier.score
+            bias = None if head.bias is None else head.bias.float()
+            values = nn.functional.linear(output.last_hidden_state.float(), head.weight.float(), bias)
+        return (values.squeeze(-1) - self.mean) / self.std  # [B,T]
+
+    def pool(self, values: Tensor, response_mask: Tensor) -> Tensor:
+        """Scores [B] of the responses marked in `response_mask` [B,T] from the numbers per token [B,T]."""
+        if self.pooling == "mean":
+            kept = torch.where(response_mask, values, 0.0)
+            return kept.sum(-1) / response_mask.sum(-1).clamp(min=1)
+        positions = torch.arange(values.shape[-1], device=values.device)
+        last = torch.where(response_mask, positions, -1).amax(-1).clamp(min=0)
+        return values.gather(-1, last[:, None])[:, 0]
+
+    def save(self, folder: Path) -> None:
+        """Write it as a plain sequence classifier, the reading rule in its config."""
+        rule = {"pooling": self.pooling, "mean": self.mean, "std": self.std}
+        setattr(self.classifier.config, _SCORE_KEYS, rule)
+        self.classifier.save_pretrained(folder)
+
+
+def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bool = False) -> ScalarModel:
+    """A reward model or critic. With `new_head` the head is N(0, 1/sqrt(d + 1)) (Stiennon et al.); without, a
+    missing head is an error, since PPO against a random head optimises noise."""
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            reference, dtype=torch.float32, num_labels=1, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"no sequence classifier in '{reference}': {_first_line(error)}") from error
+    scalar = ScalarModel(model)
+    missing = {key for key in info["missing_keys"] if not (new_head and key.startswith("score."))}
+    if missing:
+        raise RefusedError(
+            f"'{reference}' lacks the weights {sorted(missing)[:3]}; "
+            "a reward model must be saved with its score head (train one with `rlhf reward`)"
+        )
+    if new_head:
+        nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
+        if model.score.bias is not None:
+            nn.init.zeros_(model.score.bias)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return scalar
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions [B,T] that count real tokens only, so that left padding moves nothing."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def response_logprobs(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, num_response: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [B,R] of the last R = `num_response` tokens, both at `temperature`.
+
+    The one function that makes log-probabilities: for the rollout's policy, the reference and the update.
+    The logits at position t judge the token at t + 1, hence one more is asked for and the last is dropped.
+    """
+    output = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask.long(),
+        position_ids=position_ids(attention_mask),
+        logits_to_keep=num_response + 1,
+        use_cache=False,
+    )
+    logits = output.logits[:, -num_response - 1 : -1].float() / temperature  # [B,R,V]
+    logprobs = logits.log_softmax(-1)
+    with torch.no_grad():  # a statistic, no part of the loss
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, input_ids[:, -num_response:, None])[..., 0], entropy
+
+
+def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write model, tokenizer, template and a plain generation_config beside `folder`, then swap it in."""
+    writing = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    if isinstance(model, ScalarModel):
+        model.save(writing)
+    else:
+        model.config.use_cache = True  # trainers switch it off and leave it so
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            do_sample=True,
+        )
+        model.save_pretrained(writing)
+    tokenizer.save_pretrained(writing)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(writing, folder)
+
+
+def hand_over(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> dict[str, Any]:
+    """What the next stage must agree with: the same text has to become the same ids."""
+    return {
+        "tokenizer": _short_hash(tokenizer.backend_tokenizer.to_str()),
+        "vocab_size": int(model.config.vocab_size),
+        "chat_template": _short_hash(str(tokenizer.chat_template)),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def check_hand_over(ours: dict[str, Any], theirs: dict[str, Any], our_name: str, their_name: str) -> None:
+    """Refuse two models that read text differently; says both values and the cure."""
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise SettingsError(
+                f"{our_name} and {their_name} differ in {name}: {value} and {theirs[name]}; "
+                "use models that come from the same tokenizer"
+            )
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

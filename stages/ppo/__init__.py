@@ -1,0 +1,1 @@
+"""Proximal policy optimisation against a reward model."""

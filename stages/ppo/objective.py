@@ -1,0 +1,201 @@
+"""The mathematics of PPO for language models: tensors in, tensors out.
+
+In the order of an iteration: which tokens count, what each is rewarded, how much better it was than
+expected, and the two losses. Shapes: B responses of R token slots, padded on the right. `mask` is True
+where a token counts; what lies in the other slots (padding, NaN, values after the end) never matters.
+All arithmetic is in float32, or float64 where the inputs are.
+
+Sources: Schulman et al. 2017 (PPO), Schulman et al. 2016 (GAE), Ziegler et al. 2019 (KL-shaped reward,
+adaptive coefficient), Ye et al. 2020 (dual clip), http://joschu.net/blog/kl-approx.html (k1, k2, k3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Stats = dict[str, Tensor]
+
+MAX_LOG_RATIO = 20.0  # e^20 is far outside every clip range, and still finite in float32
+
+
+def response_mask(responses: Tensor, stop_token_ids: Sequence[int] | Tensor) -> Tensor:
+    """True up to and including the first stop token: stopping is an action like any other. [B,R]
+
+    A response without a stop token counts whole. The pad id plays no part, so it may equal a stop id.
+    """
+    stop_ids = torch.as_tensor(stop_token_ids, device=responses.device, dtype=responses.dtype)
+    is_stop = torch.isin(responses, stop_ids)
+    stops_before = is_stop.long().cumsum(dim=-1) - is_stop.long()
+    return stops_before == 0
+
+
+def token_rewards(
+    scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kl_coef: float | Tensor
+) -> Tensor:
+    """Reward of each token [B,R]: minus the KL penalty, plus the score [B] on the last counted token.
+
+    `logprobs` are those of the policy that sampled. The penalty is k1, for which PPO's optimum is exactly
+    the reference reweighted by exp(score / kl_coef); a row sums to score − kl_coef · Σ k1.
+    """
+    kl = _where(mask, kl_estimate(logprobs, ref_logprobs, "k1"))
+    slots = torch.arange(mask.shape[-1], device=mask.device)
+    last = torch.where(mask, slots, -1).amax(dim=-1, keepdim=True)  # −1 where nothing counts: no slot matches
+    return torch.where(slots == last, _float(scores).unsqueeze(-1), 0.0) - kl_coef * kl
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, gae_lambda: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and the critic's targets, both [B,R] and 0 outside the mask.
+
+    `values[:, t]` judges the state before token t. The state after the last counted token is worth 0.
+    Tokens masked inside a response are skipped: their neighbours see each other as if they were cut out.
+    """
+    rewards, values = _where(mask, rewards), _where(mask, values)
+    next_value = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * gae_lambda * next_advantage
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    return advantages, advantages + values
+
+
+def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scale counted values to variance 1 and mean 0; `shift_mean=False` leaves the mean where it was.
+
+    The moments are those of all ranks together when torch.distributed is initialised (every rank must
+    call this, also with an empty mask). The variance is the biased one.
+    """
+    values = _where(mask, values)
+    count = mask.sum().to(values.dtype)
+    total, count = _sum_over_ranks(torch.stack([values.sum(), count]))
+    mean = total / count.clamp(min=1)
+    centred = _where(mask, values - mean)
+    variance = _sum_over_ranks(centred.square().sum()) / count.clamp(min=1)
+    whitened = centred / (variance + 1e-8).sqrt()
+    return whitened if shift_mean else _where(mask, whitened + mean)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_range: float = 0.2,
+    dual_clip: float | None = None,
+    num_tokens: Tensor | float | None = None,
+) -> tuple[Tensor, Stats]:
+    """Clipped policy loss: the mean over counted tokens of max(−ratio · A, −clip(ratio) · A).
+
+    `dual_clip` (> 1) bounds the loss of a token with negative advantage at −dual_clip · A.
+    `num_tokens` is the number of tokens in the whole optimiser step, over all microbatches and ranks;
+    by default the mask's own. Given it, losses and stats of microbatches add up to those of the whole.
+    """
+    advantages = _where(mask, advantages)
+    log_ratio = _where(mask, _float(logprobs) - _float(old_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    unclipped = -ratio * advantages
+    clipped = -ratio.clamp(1 - clip_range, 1 + clip_range) * advantages
+    losses = torch.maximum(unclipped, clipped)
+
+    shares = {"clip_fraction": clipped > unclipped}
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        shares["dual_clip_fraction"] = (advantages < 0) & (losses > bound)
+        losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+
+    loss = _token_mean(losses, mask, num_tokens)
+    stats = {
+        "policy_loss": loss,
+        "ratio": _token_mean(ratio, mask, num_tokens),
+        "approx_kl": _token_mean(log_ratio.square() / 2, mask, num_tokens),
+        "approx_kl_k3": _token_mean(ratio - 1 - log_ratio, mask, num_tokens),
+        **{name: _token_mean(share.to(losses.dtype), mask, num_tokens) for name, share in shares.items()},
+    }
+    return loss, {name: stat.detach() for name, stat in stats.items()}
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    clip_range: float = 0.2,
+    num_tokens: Tensor | float | None = None,
+) -> tuple[Tensor, Stats]:
+    """Clipped value loss: the mean over counted tokens of ½ · max((V − R)², (V clipped − R)²).
+
+    V clipped moves at most `clip_range` (inf: no clipping) from the value at the time of the rollout.
+    `num_tokens` as in `policy_loss`.
+    """
+    values, old_values, returns = (_where(mask, x) for x in (values, old_values, returns))
+    unclipped = (values - returns).square() / 2
+    clipped = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns).square() / 2
+    loss = _token_mean(torch.maximum(unclipped, clipped), mask, num_tokens)
+    stats = {
+        "value_loss": loss,
+        "value_clip_fraction": _token_mean((clipped > unclipped).to(values.dtype), mask, num_tokens),
+        "value_mean": _token_mean(values, mask, num_tokens),
+        "return_mean": _token_mean(returns, mask, num_tokens),
+    }
+    return loss, {name: stat.detach() for name, stat in stats.items()}
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"] = "k1") -> Tensor:
+    """Per-token estimate [B,R] of KL(policy ‖ reference) from tokens that the policy sampled.
+
+    k1 is unbiased and may be negative; k3 is unbiased and never negative; k2 is biased, but as a loss term
+    it alone has the gradient of the KL (k1's is zero on average, k3's is that of the reversed KL).
+    """
+    log_ratio = _float(logprobs) - _float(ref_logprobs)
+    if kind == "k1":
+        return log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    if kind == "k3":
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(f"kind is {kind!r}; the KL estimators are k1, k2 and k3")
+
+
+@dataclass
+class AdaptiveKL:
+    """A `kl_coef` that steers the KL of a response (nats) towards a target. It is training state: save it."""
+
+    kl_coef: float
+    target: float  # nats per response
+    horizon: float  # episodes in which the coefficient may change by a fifth
+
+    def update(self, kl: float, num_episodes: int) -> float:
+        """Call once per rollout with the mean KL of all ranks' responses; returns the new `kl_coef`."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.kl_coef *= 1 + error * num_episodes / self.horizon
+        return self.kl_coef
+
+
+def _float(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _where(mask: Tensor, x: Tensor) -> Tensor:
+    """x where it counts, else 0. Not x · mask: NaN · 0 is NaN."""
+    return torch.where(mask, _float(x), 0.0)
+
+
+def _token_mean(x: Tensor, mask: Tensor, num_tokens: Tensor | float | None) -> Tensor:
+    if num_tokens is None:
+        num_tokens = mask.sum().clamp(min=1)  # nothing counts: the sum is 0, and so is the mean
+    return _where(mask, x).sum() / num_tokens
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(x)
+    return x

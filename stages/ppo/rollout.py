@@ -1,0 +1,109 @@
+"""The rollout phase: responses sampled from the policy, and what every model says about them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf.data.collate import pad_left
+from rlhf.stages.generation import sample
+from rlhf.stages.models import ScalarModel, response_logprobs
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.objective import response_mask
+
+
+@dataclass
+class Rollout:
+    """B episodes: prompts padded on the left to P tokens, responses on the right to R, T = P + R."""
+
+    input_ids: Tensor  # [B,T] prompt and response
+    attention_mask: Tensor  # [B,T] True on prompt tokens and on the response up to its stop token
+    mask: Tensor  # [B,R] True on the response up to its stop token, which is an action like the others
+    logprobs: Tensor  # [B,R] of the policy that sampled, at the sampling temperature
+    ref_logprobs: Tensor  # [B,R] of the reference, at the same temperature
+    entropy: Tensor  # [B,R]
+    values: Tensor  # [B,R] of the state before each token; zeros without a critic
+    scores: Tensor  # [B] of the reward model, before any penalty
+    ended: Tensor  # [B] True where the response has a stop token
+
+    @property
+    def responses(self) -> Tensor:
+        return self.input_ids[:, -self.mask.shape[1] :]
+
+    @property
+    def kl(self) -> Tensor:
+        """Log-ratio to the reference [B], summed over each response (k1, in nats)."""
+        return torch.where(self.mask, self.logprobs - self.ref_logprobs, 0.0).sum(-1)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.mask.sum(-1)
+
+    def __getitem__(self, rows: list[int]) -> "Rollout":
+        return Rollout(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+@torch.no_grad()
+def collect(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    scorer: ScalarModel,
+    critic: ScalarModel | None,
+    prompts: list[list[int]],
+    settings: PPOSettings,
+    stop_token_ids: list[int],
+    pad_token_id: int,
+) -> Rollout:
+    """One response per prompt, with log-probabilities, values and scores. All models are in eval mode."""
+    device = policy.device
+    responses = sample(
+        policy, prompts, settings.max_new_tokens, settings.temperature, stop_token_ids, pad_token_id
+    )  # [B,R]
+    prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad_token_id))  # [B,P]
+    mask = response_mask(responses, stop_token_ids)
+    input_ids = torch.cat([prompt_ids, responses], dim=1)
+    attention_mask = torch.cat([prompt_mask, mask], dim=1)
+    ended = torch.isin(responses, torch.tensor(stop_token_ids, device=device)).any(-1)
+    parts = [
+        judge_part(policy, reference, scorer, critic, input_ids[rows], attention_mask[rows], mask[rows], settings)
+        for rows in _chunks(len(prompts), settings.microbatch_size)
+    ]
+    logprobs, ref_logprobs, entropy, values, scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return Rollout(
+        input_ids, attention_mask, mask, logprobs, ref_logprobs, entropy, values, scores, ended
+    )  # fmt: skip
+
+
+def judge_part(
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    scorer: ScalarModel,
+    critic: ScalarModel | None,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    mask: Tensor,
+    settings: PPOSettings,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logprobs, ref_logprobs, entropy, values [B,R], scores [B]) of one microbatch."""
+    length = mask.shape[1]
+    logprobs, entropy = response_logprobs(policy, input_ids, attention_mask, length, settings.temperature)
+    ref_logprobs, _ = response_logprobs(reference, input_ids, attention_mask, length, settings.temperature)
+    values = torch.zeros_like(logprobs)
+    if critic is not None:
+        values = response_values(critic, input_ids, attention_mask, length)
+    in_response = torch.cat([torch.zeros_like(attention_mask[:, :-length]), mask], dim=1)
+    scores = scorer.pool(scorer(input_ids, attention_mask), in_response)
+    return logprobs, ref_logprobs, entropy, values, scores
+
+
+def response_values(critic: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, num_response: int) -> Tensor:
+    """Values [B,R]: the one at t judges the state before response token t, hence the shift by one."""
+    return critic(input_ids, attention_mask)[:, -num_response - 1 : -1]
+
+
+def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:
+    size = size or num_rows
+    for start in range(0, num_rows, size):
+        yield slice(start, start + size)

@@ -1,0 +1,1 @@
+"""Pretrain a decoder from random weights on raw text."""

@@ -1,0 +1,1 @@
+"""Reward model on ranked answers."""

@@ -1,0 +1,92 @@
+"""Answers sampled from the backbone and ranked by a judge, beside the written ones."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data.rows import Messages, Ranking, prompt_text
+from rlhf.data.tokens import encode_prompt
+from rlhf.stages.artifact import replace_text
+from rlhf.stages.generation import sample
+from rlhf.stages.judge import judge_answers
+from rlhf.stages.models import load_policy
+from rlhf.stages.runtime import Runtime
+
+
+def with_sampled_answers(
+    run: Runtime, tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], eval_rows: list[Ranking]
+) -> tuple[list[Ranking], list[Ranking]]:
+    """Add `num_sampled_answers` per prompt and let the judge rank all; noise goes into training ranks only.
+
+    The result lies in answers.jsonl of the stage's folder, so that a resumed run trains on the same answers.
+    """
+    settings: Any = run.settings
+    path = run.folder / "answers.jsonl"
+    if not path.exists():
+        sampled = sample_answers(run, tokenizer, [row.prompt for row in [*rows, *eval_rows]])
+        grown = [
+            replace(row, responses=_distinct([*row.responses, *more]), ranks=[])
+            for row, more in zip([*rows, *eval_rows], sampled, strict=True)
+        ]
+        ranked = judged(settings.judge, grown[: len(rows)], settings.judge_noise, settings.seed)
+        eval_ranked = judged(settings.judge, grown[len(rows) :], 0.0, settings.seed)
+        run.on_main(lambda: _write(path, ranked, eval_ranked))
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    split = {side: [Ranking(**line[side]) for line in lines if side in line] for side in ("train", "eval")}
+    return split["train"], split["eval"]
+
+
+def sample_answers(run: Runtime, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages]) -> list[list[str]]:
+    """`num_sampled_answers` texts per prompt from the stage's backbone; the work is shared by the processes."""
+    settings: Any = run.settings
+    policy = load_policy(settings.model).to(run.device).eval()
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    jobs = run.shard([i for i in range(len(prompts)) for _ in range(settings.num_sampled_answers)])
+    run.say(f"sampling {settings.num_sampled_answers} answers for each of {len(prompts)} prompts")
+    run.seed(per_process=True)
+    found: list[tuple[int, str]] = []
+    for start in range(0, len(jobs), 128):
+        batch = jobs[start : start + 128]
+        responses = sample(
+            policy, [encoded[i] for i in batch], settings.max_new_tokens, settings.temperature,
+            [tokenizer.eos_token_id], tokenizer.pad_token_id,
+        )  # fmt: skip
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        found += [(i, text.strip()) for i, text in zip(batch, texts, strict=True)]
+    del policy
+    torch.cuda.empty_cache()
+    answers: list[list[str]] = [[] for _ in prompts]
+    for i, text in sorted(gather_object(found)):
+        answers[i].append(text)
+    return answers
+
+
+def judged(judge: str, rows: list[Ranking], noise: float, seed: int) -> list[Ranking]:
+    """The rows with ranks from the judge's qualities plus Gaussian noise; rank 1 is best, equal qualities tie."""
+    prompts = [prompt_text(row.prompt) for row in rows for _ in row.responses]
+    responses = [response for row in rows for response in row.responses]
+    chance = random.Random(seed)
+    qualities = iter([q + chance.gauss(0, noise) for q in judge_answers(judge, prompts, responses)])
+    ranked = []
+    for row in rows:
+        own = [next(qualities) for _ in row.responses]
+        ranks = [1.0 + sum(other > quality for other in own) for quality in own]
+        ranked.append(replace(row, ranks=ranks))
+    return ranked
+
+
+def _distinct(texts: list[str]) -> list[str]:
+    """Non-empty texts, each once, in order."""
+    return [text for text in dict.fromkeys(texts) if text.strip()]
+
+
+def _write(path: Path, rows: list[Ranking], eval_rows: list[Ranking]) -> None:
+    lines = [{"train": asdict(row)} for row in rows] + [{"eval": asdict(row)} for row in eval_rows]
+    replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))

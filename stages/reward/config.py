@@ -1,0 +1,66 @@
+"""Settings of the reward stage."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf.data.sources import Source
+from rlhf.stages.settings import StageSettings
+
+
+class RewardSettings(StageSettings):
+    """A scalar head on the SFT backbone, trained on ranked answers."""
+
+    stage: ClassVar[str] = "reward"
+    code_fields: ClassVar[tuple[str, ...]] = ("judge",)
+
+    model: str | None = None
+    """Folder or hub id of the backbone; the sft stage's model by default."""
+    data: Source
+    """Rankings: rows with chosen and rejected, or K responses with their ranks."""
+    eval_data: Source | None = None
+    """Rankings for the held-out accuracy; by default a share of the prompts is held out."""
+    judge: str | None = None
+    """module:function (prompts, responses) -> qualities; ranks sampled answers and gives noiseless held-out ranks."""
+    num_sampled_answers: int = Field(0, ge=0)
+    """Answers per prompt that are sampled from the backbone and ranked by the judge with the written ones."""
+    judge_noise: float = Field(0.0, ge=0)
+    """Standard deviation of the noise on the judge's qualities when it ranks training answers."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature of the sampled answers."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Length limit of the sampled answers in tokens."""
+    max_length: int = Field(1024, ge=4)
+    """Longest prompt + response in tokens; longer prompts are cut from the left."""
+    pooling: Literal["last", "mean"] = "last"
+    """Where the score is read: at the last token, or averaged over the response's tokens."""
+    loss: Literal["pairs", "plackett_luce", "best_of_k"] = "pairs"
+    """Ranking loss: mean over all pairs of a prompt (InstructGPT), listwise, or best against the rest."""
+    ties: Literal["drop", "soft"] = "drop"
+    """Equal ranks: no pair, or a pair with label one half."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Chance that a label is wrong."""
+    centering: float = Field(0.0, ge=0)
+    """Weight of the squared sum of a pair's scores, which keeps scores near zero."""
+    num_epochs: float = Field(1.0, gt=0)
+    """Passes over the prompts; more than one overfits with large models."""
+    global_batch_size: int = Field(64, ge=1)
+    """Prompts per optimiser step, over all processes; all answers of a prompt stay together."""
+    microbatch_size: int | None = Field(None, ge=1)
+    """Prompts per forward pass on one device; the whole share of the batch by default."""
+    learning_rate: float = Field(9e-6, ge=0)
+    """Peak learning rate; cosine to a tenth."""
+    warmup_share: float = Field(0.03, ge=0, lt=1)
+    """Share of the steps spent in linear warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient norm to clip at."""
+    eval_every: int = Field(100, ge=1)
+    """Steps between two held-out accuracies."""
+
+    @model_validator(mode="after")
+    def _samples_have_a_judge(self) -> Self:
+        if self.num_sampled_answers and not self.judge:
+            raise ValueError("num_sampled_answers needs a judge (module:function) to rank the answers")
+        return self

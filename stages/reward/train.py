@@ -1,0 +1,212 @@
+"""The reward model: a scalar head on the SFT backbone, trained on all pairs of a prompt's ranked answers.
+
+Run by hand: `accelerate launch -m rlhf.stages.reward FOLDER`, where FOLDER holds a settings.yaml.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data.collate import batch_indices, pad_right
+from rlhf.data.errors import DataError
+from rlhf.data.rows import Ranking, prompt_key, read_rankings
+from rlhf.data.split import split_by_prompt, without
+from rlhf.data.tokens import Encoded, encode_example
+from rlhf.stages.artifact import read_settings
+from rlhf.stages.models import ScalarModel, hand_over, load_scalar, load_tokenizer, save_folder
+from rlhf.stages.reward.answers import judged, with_sampled_answers
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.reward.objective import comparable, ranking_accuracy, ranking_loss
+from rlhf.stages.runtime import Runtime, adamw, learning_rate_at, set_learning_rate
+
+
+@dataclass
+class Ranked:
+    """The answers of one prompt as token ids, with their ranks."""
+
+    answers: list[Encoded]
+    ranks: list[float]
+
+
+def train(folder: str | Path) -> dict[str, Any]:
+    """Run the stage in `folder` (resuming if it was interrupted) and seal it; returns the final metrics."""
+    folder = Path(folder)
+    settings = read_settings(folder, RewardSettings)
+    assert settings.model is not None
+    tokenizer = load_tokenizer(settings.model)
+    rows, eval_rows = read_rows(settings)
+    run = Runtime(settings, folder, math.ceil(settings.num_epochs * len(rows) / settings.global_batch_size))
+    if settings.num_sampled_answers:
+        rows, eval_rows = with_sampled_answers(run, tokenizer, rows, eval_rows)
+    elif settings.judge:
+        eval_rows = judged(settings.judge, eval_rows, noise=0.0, seed=settings.seed)
+    data = encode_rows(run, tokenizer, rows, settings)
+    eval_data = encode_rows(run, tokenizer, eval_rows, settings)
+    batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(data))
+    run.seed()  # the head is the same whether the answers were sampled now or before an interruption
+    model = load_scalar(settings.model, tokenizer, new_head=True)
+    model.pooling = settings.pooling
+    optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
+    model, optimizer = run.accelerator.prepare(model, optimizer)
+    pad = tokenizer.pad_token_id
+    run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
+    start = run.resume()
+    for step in range(start, run.num_steps):
+        learning_rate = learning_rate_at(
+            step, run.num_steps, settings.learning_rate, math.ceil(settings.warmup_share * run.num_steps), 0.1
+        )
+        set_learning_rate(optimizer, learning_rate)
+        batch = [data[i] for i in batch_indices(len(data), batch_size, step, settings.seed)]
+        loss, grad_norm = optimise(run, model, optimizer, batch, pad)
+        row = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
+        done = step + 1
+        evaluate_now = done % settings.eval_every == 0 or done == run.num_steps
+        if evaluate_now:
+            row["accuracy"] = accuracy(run, run.unwrap(model), eval_data, pad)
+        run.log(done, row, force=evaluate_now)
+        run.checkpoint(done)
+    scorer = run.unwrap(model)
+    scorer.mean, scorer.std = score_moments(run, scorer, data, pad)
+    run.on_main(lambda: save_folder(folder / "model", scorer, tokenizer))
+    metrics = {
+        "accuracy": accuracy(run, scorer, eval_data, pad),
+        "longer_wins_accuracy": longer_wins_accuracy(eval_data),
+        "num_prompts": len(data),
+        "num_eval_prompts": len(eval_data),
+        "score_mean": scorer.mean,
+        "score_std": scorer.std,
+    }
+    return run.finish(metrics, hand_over(tokenizer, scorer.classifier))
+
+
+def optimise(
+    run: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: list[Ranked], pad: int
+) -> tuple[float, float]:
+    """One optimiser step; every answer is read once, and each prompt weighs the same however many it has."""
+    settings: Any = run.settings
+    model.train()
+    ranks, mask = padded_ranks(batch)
+    num_prompts = comparable(ranks, mask, settings.ties).sum().clamp(min=1).item()  # over all processes
+    total = torch.zeros((), device=run.device)
+    rows = run.shard(list(range(len(batch))))
+    for micro in run.microbatches(rows, settings.microbatch_size, model):
+        scores, ranks, mask = score(model, run.unwrap(model), [batch[i] for i in micro], pad, run.device)
+        loss = ranking_loss(
+            scores, ranks, mask, settings.loss, settings.ties,
+            label_smoothing=settings.label_smoothing, centering=settings.centering, num_prompts=num_prompts,
+        )  # fmt: skip
+        run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
+        total += loss.detach()
+    run.count_tokens(sum(len(answer.input_ids) for i in rows for answer in batch[i].answers))
+    grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return run.sum(total).item(), float(grad_norm)
+
+
+def score(
+    model: torch.nn.Module, reader: ScalarModel, batch: list[Ranked], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, ranks and mask [N,K] of N prompts. `model` may be wrapped; `reader` knows how to pool."""
+    answers = [answer for row in batch for answer in row.answers]
+    ids, attention = (x.to(device) for x in pad_right([a.input_ids for a in answers], pad))  # [N·K,T]
+    starts = torch.tensor([a.prompt_length for a in answers], device=device)
+    response = attention & (torch.arange(ids.shape[1], device=device) >= starts[:, None])
+    flat = reader.pool(model(ids, attention), response)
+    ranks, mask = (x.to(device) for x in padded_ranks(batch))
+    return torch.zeros_like(ranks).masked_scatter(mask, flat), ranks, mask
+
+
+def padded_ranks(batch: list[Ranked]) -> tuple[Tensor, Tensor]:
+    """Ranks and mask [N,K], K being the most answers that a prompt has."""
+    width = max(len(row.ranks) for row in batch)
+    ranks = torch.tensor([row.ranks + [0.0] * (width - len(row.ranks)) for row in batch])
+    return ranks, torch.arange(width) < torch.tensor([len(row.ranks) for row in batch])[:, None]
+
+
+@torch.no_grad()
+def accuracy(run: Runtime, model: ScalarModel, data: list[Ranked], pad: int) -> float:
+    """Share of held-out pairs in the right order, each counted once; equal scores count one half."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    mine = [data[i] for i in run.shard(list(range(len(data))))]
+    for start in range(0, len(mine), 64):
+        scores, ranks, mask = score(model, model, mine[start : start + 64], pad, run.device)
+        total += torch.stack(ranking_accuracy(scores, ranks, mask)).double()
+    correct, pairs = run.sum(total).tolist()
+    return correct / pairs if pairs else math.nan
+
+
+def longer_wins_accuracy(data: list[Ranked]) -> float:
+    """What always preferring the longer answer would reach on the same pairs: the figure to beat."""
+    ranks, mask = padded_ranks(data)
+    lengths = [float(len(a.input_ids) - a.prompt_length) for row in data for a in row.answers]
+    scores = torch.zeros_like(ranks).masked_scatter(mask, torch.tensor(lengths))
+    correct, pairs = ranking_accuracy(scores, ranks, mask)
+    return (correct / pairs).item()
+
+
+@torch.no_grad()
+def score_moments(run: Runtime, model: ScalarModel, data: list[Ranked], pad: int) -> tuple[float, float]:
+    """Mean and standard deviation of the scores of the training answers, which become 0 and 1."""
+    model.eval()
+    total = torch.zeros(3, dtype=torch.float64, device=run.device)
+    mine = [data[i] for i in run.shard(list(range(len(data))))]
+    for start in range(0, len(mine), 64):
+        scores, _, mask = score(model, model, mine[start : start + 64], pad, run.device)
+        kept = scores[mask].double()
+        total += torch.stack([kept.sum(), kept.square().sum(), mask.sum().double()])
+    first, second, count = run.sum(total).tolist()
+    mean = first / count
+    return mean, max(second / count - mean**2, 1e-12) ** 0.5
+
+
+def read_rows(settings: RewardSettings) -> tuple[list[Ranking], list[Ranking]]:
+    """Training and held-out rankings, no prompt in both."""
+    rows = read_rankings(settings.data, settings.max_dropped).rows
+    if settings.eval_data is None:
+        rows, eval_rows = split_by_prompt(rows, lambda row: prompt_key(row.prompt), settings.eval_share)
+    else:
+        eval_rows = read_rankings(settings.eval_data, settings.max_dropped).rows
+        rows, _ = without(rows, eval_rows, lambda row: prompt_key(row.prompt))
+    if not rows or not eval_rows:
+        raise DataError(
+            f"reward.data: {settings.data.path} has {len(rows)} prompts to train on and {len(eval_rows)} to "
+            "evaluate on; at least one of each is needed (a single prompt cannot be split)"
+        )
+    return rows, eval_rows
+
+
+def encode_rows(
+    run: Runtime, tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], settings: RewardSettings
+) -> list[Ranked]:
+    """Token ids of the answers that fit; answers left out are counted aloud."""
+    kept, too_long, same = [], 0, 0
+    for row in rows:
+        ranked = Ranked([], [])
+        for response, rank in zip(row.responses, row.ranks, strict=True):
+            encoded = encode_example(tokenizer, row.prompt, response, settings.max_length)
+            if encoded is None:
+                too_long += 1
+            elif encoded in ranked.answers:
+                same += 1  # the same ids under another rank would only teach noise
+            else:
+                ranked.answers.append(encoded)
+                ranked.ranks.append(float(rank))
+        if len(set(ranked.ranks)) > 1:
+            kept.append(ranked)
+    if too_long or same:
+        run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
+    if not kept:
+        raise DataError(
+            f"reward.max_length: no prompt keeps two answers of different rank within {settings.max_length} "
+            "tokens; raise it"
+        )
+    if len(kept) < len(rows):
+        run.say(f"left out {len(rows) - len(kept)} of {len(rows)} prompts with nothing to compare")
+    return kept

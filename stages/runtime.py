@@ -1,0 +1,349 @@
+"""What a training loop needs around it: processes, seeds, metrics, progress, checkpoints, signals, the seal.
+
+Only the main process writes and talks; every process reaches every barrier.
+"""
+
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
+
+from rlhf.data.errors import RefusedError
+from rlhf.stages.artifact import identify, replace_text, seal
+from rlhf.stages.settings import StageSettings
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Stopped(SystemExit):
+    """A signal ended the stage after its state was saved; the code is 128 + the signal's number."""
+
+
+class Runtime:
+    """One stage's run in its folder."""
+
+    def __init__(self, settings: StageSettings, folder: Path, num_steps: int) -> None:
+        self.settings, self.folder, self.num_steps = settings, folder, num_steps
+        self.identity = identify(settings)  # now, since files may change while the stage trains
+        be_quiet()
+        # Stages that share a process may differ in precision; accelerate keeps one state per process.
+        AcceleratorState._reset_state()
+        self.accelerator = Accelerator(mixed_precision=choose_precision(settings.precision, settings.stage))
+        self._check_processes()
+        self.device = self.accelerator.device
+        self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        self.is_main = self.accelerator.is_main_process
+        self.state: dict[str, Any] = {}
+        """JSON values that belong to the training state (the best loss so far, …)."""
+        self._started, self._tokens, self._tokens_since = time.monotonic(), 0, time.monotonic()
+        self._first_step, self._last_line, self._signal = 0, 0.0, 0
+        self._console = Console(quiet=not self.is_main)
+        self._progress: Progress | None = None
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.seed()
+
+    # -- talking ------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """One line for a person."""
+        self._console.print(f"{self.settings.stage}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def count_tokens(self, number: int) -> None:
+        """Tokens that this process worked through since the last call; for the log's tokens per second."""
+        self._tokens += number
+
+    def log(self, step: int, metrics: dict[str, float], force: bool = False) -> None:
+        """Write a row of metrics.jsonl every `log_every` steps (or now) and show the progress. `step` from 1."""
+        if not force and step % self.settings.log_every and step != self.num_steps:
+            return
+        now = time.monotonic()
+        tokens = self.sum(torch.tensor(float(self._tokens), dtype=torch.float64)).item()
+        rate = tokens / max(now - self._tokens_since, 1e-9)
+        self._tokens, self._tokens_since = 0, now
+        if not self.is_main:
+            return
+        row: dict[str, Any] = {"step": step, **{k: _plain(v) for k, v in metrics.items()}}
+        if tokens:
+            row["tokens_per_second"] = round(rate, 1)
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self.write_status("running", step)
+        self._show(step, row, now)
+
+    def _show(self, step: int, row: dict[str, Any], now: float) -> None:
+        shown = "  ".join(f"{k} {_short(v)}" for k, v in row.items() if k not in ("step", "learning_rate"))
+        if self._console.is_terminal:
+            if self._progress is None:
+                self._progress = Progress(
+                    TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.completed}/{task.total}"),
+                    TimeRemainingColumn(), TextColumn("{task.fields[shown]}"), console=self._console,
+                )  # fmt: skip
+                self._progress.add_task(self.settings.stage, total=self.num_steps, shown="")
+                self._progress.start()
+            self._progress.update(self._progress.task_ids[0], completed=step, shown=shown)
+        elif now - self._last_line > _SECONDS_BETWEEN_LINES or step == self.num_steps:
+            self._last_line = now
+            done = max(step - self._first_step, 1)
+            left = (now - self._started) / done * (self.num_steps - step)
+            self.say(f"step {step}/{self.num_steps}  {shown}  left {left / 60:.0f}:{left % 60:02.0f}")
+
+    def write_status(self, state: str, step: int, message: str = "") -> None:
+        """status.json: what the orchestrator and `rlhf status` read while the stage runs."""
+        if self.is_main:
+            content = {"state": state, "step": step, "steps": self.num_steps, "message": message}
+            replace_text(self.folder / "status.json", json.dumps(content))
+
+    # -- processes ----------------------------------------------------------------------------------------
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over all processes, element by element, in the values' own type."""
+        if self.num_processes == 1:
+            return values
+        reduced = self.accelerator.reduce(values.to(self.device), reduction="sum")
+        assert isinstance(reduced, torch.Tensor)
+        return reduced
+
+    def batch_size(self, name: str, size: int, num_rows: int) -> int:
+        """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly."""
+        if num_rows < size:
+            self.say(f"only {num_rows} rows for a {name} of {size}; each step takes all of them")
+            size = num_rows
+        if size % self.num_processes:
+            raise RefusedError(
+                f"{self.settings.stage}.{name}: {size} cannot be shared evenly by {self.num_processes} "
+                "processes; use a multiple"
+            )
+        return size
+
+    def shard(self, indices: list[int]) -> list[int]:
+        """This process's share of some rows; for training steps the shares are equal (`batch_size`)."""
+        return indices[self.rank :: self.num_processes]
+
+    def microbatches(self, rows: list[int], size: int | None, *models: torch.nn.Module) -> Iterator[list[int]]:
+        """Cut this process's `rows` of a step into microbatches of `size`; gradients are reduced at the last."""
+        size = size or len(rows)
+        for start in range(0, len(rows), size):
+            with ExitStack() as stack:
+                if start + size < len(rows):
+                    for model in models:
+                        stack.enter_context(self.accelerator.no_sync(model))
+                yield rows[start : start + size]
+
+    def unwrap(self, model: Any) -> Any:
+        """The model without the wrapper that accelerate put around it."""
+        return self.accelerator.unwrap_model(model)
+
+    def on_main(self, action: Callable[[], Any]) -> None:
+        """Let the main process act while the others wait."""
+        if self.is_main:
+            action()
+        self.accelerator.wait_for_everyone()
+
+    def seed(self, per_process: bool = False) -> None:
+        """Restart the random streams: equal everywhere for new weights, one per process for sampling."""
+        set_seed(self.settings.seed * 1000 + (1 + self.rank if per_process else 0))
+
+    def _check_processes(self) -> None:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world != self.accelerator.num_processes:
+            raise RefusedError(
+                f"started as {world} processes, but Accelerate sees {self.accelerator.num_processes}: each would "
+                "train alone and all would write; on CPUs set ACCELERATE_USE_CPU=true and pass --multi_gpu"
+            )
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> None:
+        """Save every `save_every` steps; save and stop if a signal came. `step` steps are done."""
+        stop = self.stop_requested()
+        last = step == self.num_steps
+        if stop or (step % self.settings.save_every == 0 and not last):
+            self.save(step)
+        if stop and not last:
+            self.stop(step)
+
+    def save(self, step: int) -> None:
+        """Write the full training state beside the old one, then swap: a kill leaves one or the other whole."""
+        checkpoints = self.folder / "checkpoints"
+        writing, final = checkpoints / ".writing", checkpoints / f"step-{step:08d}"
+        if self.is_main:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(writing))
+        self.accelerator.wait_for_everyone()
+        if self.is_main:
+            (writing / "state.json").write_text(json.dumps({"step": step, **self.state}), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(writing, final)
+            for old in complete_checkpoints(self.folder):
+                if old != final:
+                    shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> int:
+        """Load the newest complete checkpoint, if there is one; the number of steps that it has behind it."""
+        found = complete_checkpoints(self.folder)
+        self.state.pop("step", None)
+        step = 0
+        if found:
+            self.accelerator.load_state(str(found[-1]))
+            self.state |= json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
+            step = int(self.state.pop("step"))
+        self.begin(step)
+        return step
+
+    def begin(self, step: int) -> None:
+        """Start the clock with `step` steps behind; rows of metrics that a lost stretch wrote are dropped."""
+        if step:
+            self.say(f"resuming from step {step} of {self.num_steps}")
+        if self.is_main:
+            self._forget_metrics_after(step)
+        self.write_status("running", step)
+        self._first_step, self._started, self._tokens_since = step, time.monotonic(), time.monotonic()
+
+    def _forget_metrics_after(self, step: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        if path.exists():
+            rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+            kept = [line for line in rows if json.loads(line)["step"] <= step]
+            replace_text(path, "".join(line + "\n" for line in kept))
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def stop(self, step: int) -> None:
+        """End after a signal; the state is saved."""
+        self.write_status("stopped", step)
+        self.say(f"stopped at step {step} of {self.num_steps}; state saved, run again to resume")
+        code = 128 + self._signal if self._signal else 143
+        self.close()
+        raise Stopped(code)
+
+    def stop_requested(self) -> bool:
+        """Whether a signal asked any of the processes to end; all of them must ask together."""
+        return bool(self.sum(torch.tensor(float(self._signal > 0))).item())
+
+    def finish(self, metrics: dict[str, Any], hand_over: dict[str, Any]) -> dict[str, Any]:
+        """Seal the artifact and drop the checkpoints; returns the final metrics."""
+        metrics = {k: _plain(v) for k, v in metrics.items()}
+        self.accelerator.wait_for_everyone()
+        if self.is_main:
+            seal(self.folder, self.identity, metrics, self.num_processes, hand_over)
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+            self.write_status("done", self.num_steps)
+        self.accelerator.wait_for_everyone()
+        self.close()
+        return metrics
+
+    def close(self) -> None:
+        """Give the terminal, the signals and the memory back."""
+        if self._progress is not None:
+            self._progress.stop()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.accelerator.free_memory()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._signal:  # the second one ends at once
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._signal = number
+        self.say("signal received; saving after this step (again to end at once)")
+
+
+def run_stage(train: Callable[[str], Any]) -> None:
+    """What `-m rlhf.stages.<stage> FOLDER` does: train, and say in status.json and the exit code how it went."""
+    if len(sys.argv) != 2:
+        print("usage: -m rlhf.stages.STAGE FOLDER (a folder with a settings.yaml)", file=sys.stderr)
+        raise SystemExit(2)
+    folder = Path(sys.argv[1])
+    try:
+        train(sys.argv[1])
+    except RefusedError as error:
+        _write_failure(folder, "refused", str(error))
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    except Exception as error:
+        _write_failure(folder, "failed", f"{type(error).__name__}: {error}")
+        raise
+
+
+def _write_failure(folder: Path, state: str, message: str) -> None:
+    if folder.is_dir() and int(os.environ.get("RANK", "0")) == 0:
+        content = {"state": state, "step": 0, "steps": 0, "message": message}
+        replace_text(folder / "status.json", json.dumps(content))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that were written to their end, oldest first."""
+    return sorted(p.parent for p in (folder / "checkpoints").glob("step-*/state.json"))
+
+
+def choose_precision(precision: str, stage: str) -> str:
+    """Accelerate's name for the autocast type; refuses what the device cannot do."""
+    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "auto":
+        return "bf16" if bf16 else "no"
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise RefusedError(f"{stage}.precision: fp16 needs a GPU and there is none; use auto or fp32")
+    if precision == "bf16" and not bf16:
+        raise RefusedError(f"{stage}.precision: bf16 is not supported by this device; use auto or fp32")
+    return {"fp32": "no"}.get(precision, precision)
+
+
+def learning_rate_at(step: int, num_steps: int, peak: float, warmup: int, end_share: float) -> float:
+    """Linear warm-up, then cosine from `peak` to `end_share * peak` at the last step. `step` from 0."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(num_steps - 1 - warmup, 1)
+    return peak * (end_share + (1 - end_share) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def adamw(model: torch.nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over the trainable weights; only matrices decay (norms and biases do not)."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.95))
+
+
+def be_quiet() -> None:
+    """Leave the terminal to our own lines: no bars for loading small files, no notes about tied weights."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    # peft 0.21 asks transformers 5.24 by the old name
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,99 @@
+"""Typed settings: what every stage shares, and errors that name the key and the cure. No torch here."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from rlhf.data.errors import SettingsError
+
+
+class Settings(BaseModel):
+    """A section of a recipe: unknown keys are refused, values are typed, nothing can be changed later."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    @classmethod
+    def load(cls, mapping: Mapping[str, Any], where: str) -> Self:
+        """Validate `mapping`; a SettingsError lists every problem. `where` names the section, '' for the top."""
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            problems = [_problem(cls, where, details) for details in error.errors()]
+            raise SettingsError("\n".join(problems)) from None
+
+
+class StageSettings(Settings):
+    """What all four stages have in common."""
+
+    stage: ClassVar[str]
+    input_fields: ClassVar[tuple[str, ...]] = ("model",)
+    """Fields that name a model: a folder or a hub id; the pipeline fills in what the recipe leaves empty."""
+    data_fields: ClassVar[tuple[str, ...]] = ("data", "eval_data")
+    code_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that name a `module:function`; the module's source takes part in the key."""
+    not_in_key: ClassVar[frozenset[str]] = frozenset({"max_dropped", "log_every", "save_every", "microbatch_size"})
+    """Fields that cannot change the result."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of weights, order of the data and sampling."""
+    eval_share: float = Field(0.1, gt=0, lt=1)
+    """Share of the prompts (documents, for text) held out for evaluation; chosen by a hash of the prompt."""
+    max_dropped: float = Field(0.0, ge=0, lt=1)
+    """Share of unusable rows to go on with; above it the stage refuses to start."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast type; auto takes bf16 where the device has it and fp32 elsewhere. Weights stay in fp32."""
+    log_every: int = Field(10, ge=1)
+    """Steps between two lines of metrics."""
+    save_every: int = Field(50, ge=1)
+    """Steps between two checkpoints of the full training state."""
+    attempt: int = Field(0, ge=0)
+    """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """'; did you mean X?' or a list of what there is."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else f"there are {', '.join(sorted(names))}"
+
+
+def _problem(cls: type[BaseModel], where: str, details: ErrorDetails) -> str:
+    """One line for one pydantic error: where, what was found, what would work."""
+    loc = [str(part) for part in details["loc"]]
+    key = ".".join([where, *loc] if where else loc)
+    if details["type"] == "extra_forbidden":
+        parent = ".".join([where, *loc[:-1]] if where else loc[:-1])
+        names = _fields_at(cls, loc[:-1])
+        kind = "setting" if parent else "section or setting"
+        return f"{parent or 'recipe'}: no {kind} '{loc[-1]}'; {nearest(loc[-1], names)}"
+    if details["type"] == "missing":
+        return f"{key}: not set; {_description(cls, loc)}"
+    if details["type"] == "value_error":  # one of ours: it says what was found
+        return f"{key}: {details['msg'].removeprefix('Value error, ')}"
+    message = details["msg"]
+    return f"{key}: {message[0].lower()}{message[1:]} (found {details['input']!r})"
+
+
+def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
+    for name in path:
+        field = cls.model_fields.get(name)
+        candidates = (field.annotation, *get_args(field.annotation)) if field else ()
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return []
+        cls = models[0]
+    return list(cls.model_fields)
+
+
+def _description(cls: type[BaseModel], path: list[str]) -> str:
+    field = cls.model_fields.get(path[0])
+    return (field.description if field and len(path) == 1 else None) or "a value is needed"

@@ -1,0 +1,93 @@
+"""Settings of the SFT stage."""
+
+import ast
+import importlib.util
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from rlhf.data.sources import Source
+from rlhf.stages.settings import Settings, StageSettings, nearest
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (PEFT). The saved model has them merged, so that every later stage can load it."""
+
+    r: int = Field(16, ge=1)
+    """Rank of the update."""
+    alpha: int = Field(32, ge=1)
+    """Scale of the update: alpha / r."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input."""
+    target_modules: list[str] | str = "all-linear"
+    """Names of the layers to adapt."""
+
+
+class SFTSettings(StageSettings):
+    """Supervised fine-tuning with TRL's SFTTrainer; the loss counts response tokens only."""
+
+    stage: ClassVar[str] = "sft"
+
+    model: str | None = None
+    """Folder or hub id of the base model; the pretrain stage's by default."""
+    data: Source
+    """Demonstrations: rows with prompt and response, or messages that end with an assistant turn."""
+    eval_data: Source | None = None
+    """Demonstrations for the held-out loss; by default a share of the prompts is held out."""
+    max_length: int = Field(1024, ge=4)
+    """Longest prompt + response in tokens; longer prompts are cut from the left."""
+    num_epochs: float = Field(1.0, gt=0)
+    """Passes over the demonstrations."""
+    global_batch_size: int = Field(32, ge=1)
+    """Demonstrations per optimiser step, over all processes."""
+    microbatch_size: int | None = Field(None, ge=1)
+    """Demonstrations per forward pass on one device; the whole share of the batch by default."""
+    learning_rate: float = Field(2e-5, ge=0)
+    """Peak learning rate; cosine to zero."""
+    warmup_share: float = Field(0.03, ge=0, lt=1)
+    """Share of the steps spent in linear warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient norm to clip at."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters instead of all weights."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of trl.SFTConfig, passed on as they are."""
+
+    @field_validator("args")
+    @classmethod
+    def _known_to_the_trainer(cls, args: dict[str, Any]) -> dict[str, Any]:
+        known = _trainer_fields() if args else set()
+        ours = {
+            "output_dir", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size",
+            "gradient_accumulation_steps", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm",
+            "max_length", "seed", "bf16", "fp16", "use_cpu", "logging_steps", "save_steps",
+        }  # fmt: skip
+        for name in args:
+            if name in ours:
+                raise ValueError(f"'{name}' has a setting of its own in this section or follows from one")
+            if name not in known:
+                raise ValueError(f"trl.SFTConfig has no field '{name}'; {nearest(name, sorted(known))}")
+        return args
+
+
+def _trainer_fields() -> set[str]:
+    """Field names of the installed SFTConfig, read from the sources: importing TRL takes seconds."""
+    names: set[str] = set()
+    for package, file in (
+        ("trl", "trainer/base_config.py"), ("trl", "trainer/sft_config.py"), ("transformers", "training_args.py"),
+    ):  # fmt: skip
+        spec = importlib.util.find_spec(package)
+        path = Path(spec.origin).parent / file if spec and spec.origin else None
+        if path is None or not path.exists():
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names |= {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+    return names

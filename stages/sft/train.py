@@ -1,0 +1,188 @@
+"""Supervised fine-tuning with TRL's SFTTrainer on rows that rlhf.data tokenised; the loss counts responses only.
+
+Run by hand: `accelerate launch -m rlhf.stages.sft FOLDER`, where FOLDER holds a settings.yaml.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.nn.functional import cross_entropy
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from trl import SFTConfig, SFTTrainer
+
+from rlhf.data.collate import IGNORED, labels, pad_right
+from rlhf.data.errors import DataError, RefusedError
+from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
+from rlhf.data.split import split_by_prompt, without
+from rlhf.data.tokens import Encoded, encode_example
+from rlhf.stages.artifact import read_settings
+from rlhf.stages.models import hand_over, load_policy, load_tokenizer, save_folder
+from rlhf.stages.runtime import Runtime, choose_precision
+from rlhf.stages.sft.config import SFTSettings
+
+
+def train(folder: str | Path) -> dict[str, Any]:
+    """Run the stage in `folder` (resuming if it was interrupted) and seal it; returns the final metrics."""
+    folder = Path(folder)
+    settings = read_settings(folder, SFTSettings)
+    assert settings.model is not None  # read_settings' caller filled it in; identify() refuses otherwise
+    tokenizer = load_tokenizer(settings.model)
+    rows, eval_rows = read_rows(settings)
+    num_steps = math.ceil(settings.num_epochs * len(rows) / settings.global_batch_size)
+    run = Runtime(settings, folder, num_steps)
+    encoded = encode_rows(run, tokenizer, rows, settings.max_length)
+    eval_encoded = encode_rows(run, tokenizer, eval_rows, settings.max_length)
+    run.say(f"{len(encoded)} demonstrations, {len(eval_encoded)} held out")
+    model = load_policy(settings.model)
+    base_eval_loss = held_out_loss(run, model.to(run.device), eval_encoded, tokenizer.pad_token_id)
+    trainer = build_trainer(run, model, tokenizer, encoded)
+    checkpoint = newest_checkpoint(folder)
+    run.begin(int(checkpoint.name.split("-")[1]) if checkpoint else 0)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if trainer.state.global_step < num_steps and run.stop_requested():
+        run.stop(trainer.state.global_step)
+    trained = run.unwrap(trainer.model)
+    if settings.lora:
+        trained = trained.merge_and_unload()
+    eval_loss = held_out_loss(run, trained, eval_encoded, tokenizer.pad_token_id)
+    run.log(num_steps, {"eval_loss": eval_loss}, force=True)
+    run.on_main(lambda: save_folder(folder / "model", trained, tokenizer))
+    metrics = {"eval_loss": eval_loss, "base_eval_loss": base_eval_loss, "num_demonstrations": len(encoded)}
+    return run.finish(metrics, hand_over(tokenizer, trained))
+
+
+def read_rows(settings: SFTSettings) -> tuple[list[Demonstration], list[Demonstration]]:
+    """Training and held-out demonstrations, no prompt in both."""
+    rows = read_demonstrations(settings.data, settings.max_dropped).rows
+    if settings.eval_data is None:
+        return split_by_prompt(rows, lambda row: prompt_key(row.prompt), settings.eval_share)
+    eval_rows = read_demonstrations(settings.eval_data, settings.max_dropped).rows
+    return without(rows, eval_rows, lambda row: prompt_key(row.prompt))[0], eval_rows
+
+
+def encode_rows(
+    run: Runtime, tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration], max_length: int
+) -> list[Encoded]:
+    """Token ids of the rows that fit; the others are counted aloud, and none left is an error."""
+    found = [encode_example(tokenizer, row.prompt, row.response, max_length) for row in rows]
+    kept = [row for row in found if row is not None]
+    if len(kept) < len(rows):
+        text = f"{len(rows) - len(kept)} of {len(rows)} responses are longer than max_length {max_length}"
+        if not kept:
+            raise DataError(f"sft.max_length: {text}; nothing is left to train on, raise it")
+        run.say(f"{text} and are left out")
+    return kept
+
+
+def build_trainer(
+    run: Runtime, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Encoded]
+) -> SFTTrainer:
+    """TRL's trainer on tokenised rows, its batch derived from the global one, its talk sent to our log."""
+    settings: Any = run.settings
+    share = run.batch_size("global_batch_size", settings.global_batch_size, len(rows)) // run.num_processes
+    microbatch = min(settings.microbatch_size or share, share)
+    if share % microbatch:
+        raise RefusedError(f"sft.microbatch_size: {microbatch} does not divide a device's share of {share} rows")
+    precision = choose_precision(settings.precision, "sft")
+    ours = {
+        "output_dir": str(run.folder / "checkpoints"),
+        "max_steps": run.num_steps,
+        "per_device_train_batch_size": microbatch,
+        "gradient_accumulation_steps": share // microbatch,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": math.ceil(settings.warmup_share * run.num_steps),
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "seed": settings.seed,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "use_cpu": run.device.type == "cpu",
+        "logging_steps": settings.log_every,
+        "save_steps": settings.save_every,
+        "save_total_limit": 2,  # the newest may be half written when a kill comes
+        "gradient_checkpointing": None,  # TRL turns it on unasked; `args: {activation_checkpointing: true}` does it
+        "max_length": None,  # the rows are cut already
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "disable_tqdm": True,
+        "report_to": "none",
+    }
+    lora = settings.lora and LoraConfig(
+        r=settings.lora.r,
+        lora_alpha=settings.lora.alpha,
+        lora_dropout=settings.lora.dropout,
+        target_modules=settings.lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    data = Dataset.from_list([{"input_ids": r.input_ids, "prompt_length": r.prompt_length} for r in rows])
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**{**ours, "remove_unused_columns": False, **settings.args}),
+        train_dataset=data,
+        data_collator=lambda batch: collate([Encoded(**row) for row in batch], tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        peft_config=lora,
+        callbacks=[Reporter(run)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def collate(rows: list[Encoded], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """ids, attention mask and labels [B,T], padded on the right."""
+    ids, mask = pad_right([row.input_ids for row in rows], pad_token_id)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels(rows)}
+
+
+class Reporter(TrainerCallback):
+    """Sends the trainer's log to ours and stops it, state saved, when a signal came."""
+
+    def __init__(self, run: Runtime) -> None:
+        self.run = run
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.run.stop_requested():
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
+        names = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")
+        row = {name: float(logs[name]) for name in names if name in logs}
+        if "loss" in row:
+            self.run.log(state.global_step, row, force=True)
+
+
+@torch.no_grad()
+def held_out_loss(run: Runtime, model: PreTrainedModel, rows: list[Encoded], pad_token_id: int) -> float:
+    """Mean loss per response token over all held-out rows, each counted once."""
+    if not rows:
+        return math.nan
+    model.eval()
+    settings: Any = run.settings
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    mine = [rows[i] for i in run.shard(list(range(len(rows))))]
+    for start in range(0, len(mine), settings.global_batch_size):
+        batch = collate(mine[start : start + settings.global_batch_size], pad_token_id)
+        targets = batch.pop("labels")[:, 1:].to(run.device)
+        logits = model(**{k: v.to(run.device) for k, v in batch.items()}, use_cache=False).logits[:, :-1].float()
+        losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="sum")
+        count = (targets != IGNORED).sum()
+        total += torch.stack([losses.double(), count.double()])
+    total = run.sum(total)
+    return (total[0] / total[1]).item()
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The trainer writes trainer_state.json last: a checkpoint without it is incomplete and passed over."""
+    found = [p.parent for p in (folder / "checkpoints").glob("checkpoint-*/trainer_state.json")]
+    return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)

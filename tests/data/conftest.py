@@ -1,0 +1,51 @@
+"""A tiny byte-level BPE tokenizer, trained in memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+CORPUS = [
+    "Name a colour blue red green",
+    "Question: 2+2\nAnswer: 4",
+    "Say hi to the small grey fox by the old bridge.",
+    "The answer is yes, the answer is no.",
+] * 4
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
+
+
+@pytest.fixture(scope="session")
+def build_tokenizer() -> Callable[..., Any]:
+    """Call it for a fresh tokenizer; other keyword arguments go to PreTrainedTokenizerFast."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    def build(roles: bool = True, adds_bos: bool = False, **settings: Any) -> Any:
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=330,
+            special_tokens=["<|endoftext|>", "<s>", *(ROLES if roles else [])],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(CORPUS, trainer)
+        if adds_bos:
+            bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=bpe, **{"eos_token": "<|endoftext|>", "bos_token": "<s>"} | settings
+        )
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tokenizer(build_tokenizer: Callable[..., Any]) -> Any:
+    """One with role tokens, our template, and pad = eos."""
+    from rlhf.data.tokens import ensure_chat_template, ensure_pad
+
+    tokenizer = build_tokenizer()
+    ensure_chat_template(tokenizer)
+    ensure_pad(tokenizer)
+    return tokenizer

@@ -1,0 +1,39 @@
+"""A working directory with a recipe of four stages, and stages that only pretend to train."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from pipeline_world import ROWS, FakeStages, write_recipe, write_rows
+
+from rlhf.pipeline import launch, report
+from rlhf.stages.artifact import STAGES
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> FakeStages:
+    fake = FakeStages()
+    for stage in STAGES:
+        module = ModuleType(f"rlhf.stages.{stage}.train")
+        module.train = lambda folder, stage=stage: fake.train(stage, Path(folder))  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(launch, "stays_in_process", lambda recipe: True)  # whatever this machine has
+    monkeypatch.setattr(report, "render", fake.render)
+    return fake
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with recipe.yaml and the four files of rows that it names."""
+    monkeypatch.chdir(tmp_path)
+    for name, rows in ROWS.items():
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    write_recipe(
+        tmp_path,
+        pretrain={"data": "text.jsonl"},
+        sft={"data": "demonstrations.jsonl"},
+        reward={"data": "rankings.jsonl", "learning_rate": 0.001},
+        ppo={"data": "prompts.jsonl"},
+    )
+    return tmp_path

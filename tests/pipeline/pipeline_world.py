@@ -1,0 +1,59 @@
+"""What the orchestrator's tests are made of: tiny data, and stages that only pretend to train."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.stages.artifact import identify, read_settings, seal
+
+
+class FakeStages:
+    """Stands in for the four train functions; what they do is written down in `trained`."""
+
+    def __init__(self) -> None:
+        self.trained: list[str] = []
+        self.in_stage: dict[str, Callable[[Path], None]] = {}
+        """Called before a stage would be sealed."""
+        self.reports = 0
+
+    def train(self, stage: str, folder: Path) -> None:
+        self.trained.append(stage)
+        settings = read_settings(folder, type(load_recipe(str(folder.parent / "recipe.yaml")).section(stage)))
+        identity = identify(settings)
+        (folder / "status.json").write_text('{"state": "running", "step": 3, "steps": 10, "message": ""}')
+        if stage in self.in_stage:
+            self.in_stage[stage](folder)
+        (folder / "model").mkdir(exist_ok=True)
+        (folder / "model" / "config.json").write_text(json.dumps({"made_by": identity.key}))
+        seal(folder, identity, {"loss": 1.5}, 1, {})
+        (folder / "status.json").write_text('{"state": "done", "step": 10, "steps": 10, "message": ""}')
+
+    def render(self, run_dir: Path) -> Path:
+        self.reports += 1
+        (run_dir / "report.html").write_text("report")
+        return run_dir / "report.html"
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "one two three"}, {"text": "four five six"}],
+    "demonstrations": [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}],
+    "rankings": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    "prompts": [{"prompt": "a"}, {"prompt": "b"}],
+}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_recipe(folder: Path, **content: Any) -> None:
+    (folder / "recipe.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(content)))
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below a folder with its bytes and its time of change."""
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}

@@ -1,0 +1,220 @@
+"""The command line: exit codes, what goes where, and that it never waits for torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from pipeline_world import FakeStages, contents
+
+from rlhf.pipeline import cli
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def rlhf(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command; (exit code, stdout, stderr)."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out, told.err
+
+    return call
+
+
+def test_run_shows_stages_then_a_table_then_the_report(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    code, out, err = rlhf("run", "recipe.yaml", "--to", "sft")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].startswith("pretrain: run pretrain-")
+    assert lines[1].startswith("pretrain: done in 0.0 s")
+    assert [line.split()[:2] for line in lines[-6:-1]] == [
+        ["stage", "status"],
+        ["pretrain", "done"],
+        ["sft", "done"],
+        ["reward", "planned"],
+        ["ppo", "planned"],
+    ]
+    assert lines[-1] == "report: runs/recipe/report.html"
+
+
+def test_plan_and_status_tell_and_touch_nothing(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "here")
+    before = contents(world)
+    code, out, _ = rlhf("plan", "recipe.yaml", "reward.learning_rate=2e-3", "--run-dir", "here")
+    assert code == 0
+    assert "reward.learning_rate 0.001 → 0.002" in out
+    assert "its input reward will be new" in out
+    code, out, _ = rlhf("status", "here", "--json")
+    assert code == 0
+    assert [s["status"] for s in json.loads(out)["stages"].values()] == ["done"] * 4
+    assert contents(world) == before
+
+
+def test_one_stage_alone_takes_its_input_from_the_run_folder_or_the_recipe(
+    world: Path,
+    stages: FakeStages,
+    rlhf: Call,
+) -> None:
+    code, _, err = rlhf("sft", "recipe.yaml", "--run-dir", "one")
+    assert code == 2
+    assert "sft.model: not set, and one has no finished pretrain" in err
+    assert not Path("one").exists()
+    assert rlhf("sft", "recipe.yaml", "sft.model=owner/name", "--run-dir", "one")[0] == 0
+    assert rlhf("reward", "recipe.yaml", "--run-dir", "one")[0] == 0
+    assert stages.trained == ["sft", "reward"]
+    assert rlhf("reward", "recipe.yaml", "--run-dir", "one", "--force")[0] == 0
+    assert stages.trained == ["sft", "reward", "reward"]
+    code, _, err = rlhf("ppo", "recipe.yaml", "ppo=null", "--run-dir", "one")
+    assert code == 2
+    assert "no section 'ppo'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "nowhere"), "nowhere: no such recipe"),
+        (("run", "recipe.yaml", "ppo.kl_coeff=1"), "ppo: no setting 'kl_coeff'; did you mean 'kl_coef'?"),
+        (("run", "recipe.yaml", "ppo.kl_coef=much"), "ppo.kl_coef: input should be a valid number"),
+        (("run", "recipe.yaml", "--from", "rewrad"), "did you mean 'reward'?"),
+        (("run", "recipe.yaml", "text.jsonl"), "'text.jsonl': not an override"),
+        (("run", "recipe.yaml", "sft.data=gone.jsonl"), "gone.jsonl"),
+        (("run", "recipe.yaml", "--run-dir", "text.jsonl"), "--run-dir text.jsonl: "),
+        (("run", "recipe.yaml", "--run-dir", "/proc/run"), "--run-dir /proc/run: "),
+        (("plan", "recipe.yaml", "sft.data=gone.jsonl"), "gone.jsonl"),
+        (("status", "nowhere"), "nowhere: not a run folder"),
+        (("report", "nowhere"), "nowhere: not a run folder"),
+        (("eval", "nowhere"), "nowhere: no finished ppo stage"),
+        (("data", "check", "gone.jsonl", "--as", "text"), "gone.jsonl"),
+        (("data", "check", "text.jsonl", "--as", "prose"), "prose"),
+        (("data", "check", "text.jsonl", "--as", "text", "--map", "prompt=q"), "--map prompt=q"),
+        (("rnu", "recipe.yaml"), "Did you mean 'run'"),
+    ],
+)
+def test_bad_input_is_refused_with_one_message(
+    world: Path,
+    stages: FakeStages,
+    rlhf: Call,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    before = contents(world)
+    code, out, err = rlhf(*words)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.count("error: ") <= 1
+    assert contents(world) == before
+    assert stages.trained == []
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(world: Path, rlhf: Call) -> None:
+    for words in (("--debug", "run", "nowhere"), ("run", "nowhere", "--debug")):
+        code, _, err = rlhf(*words)
+        assert code == 2
+        assert "Traceback" in err
+        assert err.splitlines()[-1].startswith("error: nowhere: no such recipe")
+
+
+def test_a_broken_stage_ends_with_code_1_and_one_line(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    def out_of_memory(folder: Path) -> None:
+        raise MemoryError("64 GiB wanted")
+
+    stages.in_stage["pretrain"] = out_of_memory
+    code, _, err = rlhf("run", "recipe.yaml")
+    assert code == 1
+    assert len(err.splitlines()) == 1
+    assert err.startswith("error: pretrain: MemoryError: 64 GiB wanted; state is kept in runs/recipe/pretrain-")
+
+
+def test_a_mistake_of_ours_ends_with_code_1(
+    world: Path,
+    rlhf: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlhf.pipeline.plan.make_plan", lambda *_: {}["oops"])
+    code, _, err = rlhf("plan", "recipe.yaml")
+    assert (code, err) == (1, "error: KeyError: 'oops' (--debug shows where)\n")
+
+
+def test_data_check_counts_rows(world: Path, rlhf: Call) -> None:
+    code, out, _ = rlhf("data", "check", "rankings.jsonl", "--as", "preferences", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["kind"], found["rows"], found["kept"], found["pairs"]) == ("preferences", 1, 1, 1)
+    Path("body.jsonl").write_text('{"body": "words"}\n{"body": " "}\n')
+    code, out, _ = rlhf("data", "check", "body.jsonl", "--as", "text", "--map", "text=body")
+    assert code == 0
+    assert "rows 2  kept 1" in out
+
+
+def test_eval_and_chat_become_a_process_that_may_import_torch(
+    world: Path,
+    stages: FakeStages,
+    rlhf: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run")
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: became.append(words))
+    rlhf("eval", "run")
+    rlhf("chat", "owner/name")
+    folder = next(Path("run").glob("ppo-*"))
+    assert became == [
+        [sys.executable, "-m", "rlhf.stages.ppo.evaluate", str(folder)],
+        [sys.executable, "-m", "rlhf.stages.chat", "owner/name"],
+    ]
+
+
+def test_help_plan_status_and_a_finished_run_import_nothing_heavy(world: Path, stages: FakeStages) -> None:
+    cli_run = ["run", "recipe.yaml", "--run-dir", "run"]
+    with pytest.raises(SystemExit):
+        cli.main(cli_run)
+    for words in (["--help"], ["plan", "recipe.yaml", "--run-dir", "run"], ["status", "run"], cli_run):
+        code = f"""
+        import sys
+        from rlhf.pipeline import cli
+        try:
+            cli.main({words!r})
+        except SystemExit as ended:
+            assert not ended.code
+        heavy = {{"torch", "transformers", "datasets", "trl", "accelerate", "matplotlib", "pyarrow", "pandas"}}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_with_its_code_and_says_how_to_go_on(world: Path, number: signal.Signals) -> None:
+    # The stage has not set handlers of its own yet, as while it imports torch.
+    code = """
+    import sys, time, types
+    from pathlib import Path
+    from rlhf.pipeline import cli, launch
+    stage = types.ModuleType("rlhf.stages.pretrain.train")
+    stage.train = lambda folder: (Path("began").touch(), time.sleep(60))
+    sys.modules["rlhf.stages.pretrain.train"] = stage
+    launch.stays_in_process = lambda recipe: True
+    cli.main(["run", "recipe.yaml"])
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE, text=True)
+    until = monotonic() + 20
+    while not Path("began").exists() and monotonic() < until:
+        sleep(0.02)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert err.startswith("pretrain: stopped; state is kept in runs/recipe/pretrain-")
+    assert err.endswith("run again to resume\n")
+    stages = json.loads(Path("runs/recipe/summary.json").read_text())["stages"]
+    assert stages["pretrain"]["status"] == "stopped"

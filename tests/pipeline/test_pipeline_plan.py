@@ -1,0 +1,147 @@
+"""The plan: run, resume or reuse, and the reason given."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from pipeline_world import FakeStages, write_recipe, write_rows
+
+from rlhf.data.errors import SettingsError
+from rlhf.pipeline.plan import Scope, Step, make_plan
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.pipeline.runner import run
+
+RUN = Path("run")
+
+
+def plan(*overrides: str, scope: Scope | None = None) -> dict[str, Step]:
+    return {step.stage: step for step in make_plan(load_recipe("recipe.yaml", overrides), RUN, scope)}
+
+
+def actions(steps: dict[str, Step]) -> list[str]:
+    return [step.action for step in steps.values()]
+
+
+@pytest.fixture
+def finished(world: Path, stages: FakeStages) -> Path:
+    """A run whose four stages are sealed."""
+    run(load_recipe("recipe.yaml"), RUN, say=lambda text: None)
+    return world / RUN
+
+
+def test_nothing_there_means_that_all_stages_run(world: Path) -> None:
+    steps = plan()
+    assert actions(steps) == ["run"] * 4
+    assert steps["pretrain"].reason == "not run yet"
+    assert steps["ppo"].reason == "its input sft and reward will be new"
+    assert not RUN.exists()
+
+
+def test_finished_stages_are_reused(finished: Path) -> None:
+    assert actions(plan()) == ["reuse"] * 4
+
+
+def test_a_changed_setting_is_the_reason_and_what_rests_on_it_runs_too(finished: Path) -> None:
+    steps = plan("reward.learning_rate=0.002")
+    assert actions(steps) == ["reuse", "reuse", "run", "run"]
+    assert steps["reward"].reason == "reward.learning_rate 0.001 → 0.002"
+    assert steps["ppo"].reason == "its input reward will be new"
+    nested = plan("sft.lora={r: 4}")["sft"].reason
+    assert "sft.lora" in nested
+
+
+def test_changed_rows_are_the_reason(finished: Path) -> None:
+    write_rows(Path("demonstrations.jsonl"), [{"prompt": "a", "response": "other"}])
+    steps = plan()
+    assert actions(steps) == ["reuse", "run", "run", "run"]
+    assert steps["sft"].reason == "sft.data changed"
+
+
+def test_another_input_is_the_reason(finished: Path) -> None:
+    assert plan("sft.model=owner/name")["sft"].reason == "input pretrain changed"
+
+
+def test_what_cannot_change_the_result_is_no_reason(finished: Path) -> None:
+    assert actions(plan("reward.log_every=3", "ppo.save_every=7", "num_processes=2")) == ["reuse"] * 4
+
+
+def test_the_nearest_of_several_results_gives_the_reason(finished: Path) -> None:
+    run(load_recipe("recipe.yaml", ["reward.learning_rate=0.5"]), RUN, say=lambda text: None)
+    assert plan("reward.learning_rate=0.5", "reward.centering=1")["reward"].reason == "reward.centering 0.0 → 1.0"
+    assert actions(plan()) == ["reuse"] * 4
+
+
+def test_a_folder_without_manifest_is_resumed_from_its_newest_whole_checkpoint(finished: Path) -> None:
+    folder = plan()["reward"].folder
+    assert folder is not None
+    (folder / "manifest.json").unlink()
+    assert plan()["reward"].reason == "interrupted before its first checkpoint; starts over"
+    for step, name in ((4, "state.json"), (6, "half-written")):
+        checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / name).write_text("{}")
+    steps = plan()
+    assert actions(steps) == ["reuse", "reuse", "resume", "run"]
+    assert steps["reward"].reason == "interrupted; goes on from step 4 of 10"
+
+
+def test_force_makes_a_sibling_and_later_runs_use_it(finished: Path, stages: FakeStages) -> None:
+    first = plan()["sft"].folder
+    forced = plan(scope=Scope(force=frozenset(["sft"])))
+    assert actions(forced) == ["reuse", "run", "run", "run"]
+    assert forced["sft"].reason == "--force; the earlier result is kept"
+    run(load_recipe("recipe.yaml"), RUN, Scope(force=frozenset(["sft"])), say=lambda text: None)
+    again = plan()
+    assert actions(again) == ["reuse"] * 4
+    assert again["sft"].folder == forced["sft"].folder != first
+    assert first is not None
+    assert (first / "manifest.json").exists()
+    third = plan(scope=Scope(force=frozenset(["sft"])))["sft"].folder
+    assert third not in (None, first, again["sft"].folder)
+
+
+def test_only_the_part_asked_for_is_run(finished: Path) -> None:
+    shutil.rmtree(next(RUN.glob("ppo-*")))
+    assert actions(plan("sft.num_epochs=2", scope=Scope(last="sft"))) == ["reuse", "run", "skip", "skip"]
+    steps = plan("sft.num_epochs=2", scope=Scope(first="reward", last="reward"))
+    assert actions(steps) == ["reuse", "reuse", "reuse", "skip"]
+    assert steps["sft"].reason == "before reward; the newest one here, made differently: sft.num_epochs 1.0 → 2.0"
+
+
+def test_a_recipe_for_one_stage_finds_its_inputs_in_the_run_folder(finished: Path, world: Path) -> None:
+    write_recipe(world, reward={"data": "rankings.jsonl", "centering": 1})
+    steps = plan(scope=Scope("reward", "reward"))
+    assert actions(steps) == ["reuse", "reuse", "run"]
+    sft = steps["sft"].folder
+    assert sft is not None
+    assert steps["reward"].settings is not None
+    assert steps["reward"].settings.model_dump()["model"] == str(sft.absolute() / "model")
+
+
+def test_a_missing_input_names_its_key(world: Path) -> None:
+    with pytest.raises(SettingsError, match=r"ppo.model: not set, and run has no finished sft; name a model"):
+        plan("pretrain=null", "sft=null", "reward=null")
+    with pytest.raises(SettingsError, match=r"reward.model: not set"):
+        plan(scope=Scope(first="reward"))
+    with pytest.raises(SettingsError, match=r"sft.model: no folder './nowhere'"):
+        plan("sft.model=./nowhere")
+
+
+def test_stage_names_are_checked(world: Path) -> None:
+    for scope, message in (
+        (Scope(first="rewrad"), "--from rewrad: no such stage; did you mean 'reward'?"),
+        (Scope(force=frozenset(["sftt"])), "--force sftt: no such stage; did you mean 'sft'?"),
+        (Scope("ppo", "sft"), "--from ppo comes after --to sft"),
+        (Scope(last="sft", force=frozenset(["ppo"])), "--force ppo: lies outside of --from and --to"),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            plan(scope=scope)
+        assert message in str(refused.value)
+    with pytest.raises(SettingsError, match="ppo: the recipe has no section 'ppo'"):
+        plan("ppo=null", scope=Scope(last="ppo"))
+
+
+def test_missing_data_is_told_by_the_plan(world: Path) -> None:
+    Path("text.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"text\.jsonl"):
+        plan()

@@ -1,0 +1,225 @@
+"""A run: what it leaves behind, how it ends, and what it never touches."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_world import FakeStages, contents, write_rows
+
+from rlhf.data.errors import DataError, RefusedError, SettingsError
+from rlhf.pipeline import runner
+from rlhf.pipeline.errors import RunFailed, RunStopped
+from rlhf.pipeline.plan import Scope
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.pipeline.summary import held, run_status
+
+RUN = Path("run")
+
+
+def run(*overrides: str, scope: Scope | None = None) -> list[str]:
+    """Run the recipe; what it said."""
+    said: list[str] = []
+    runner.run(load_recipe("recipe.yaml", overrides), RUN, scope, said.append)
+    return said
+
+
+def summary() -> dict[str, dict[str, Any]]:
+    stages: dict[str, dict[str, Any]] = json.loads((RUN / "summary.json").read_text())["stages"]
+    return stages
+
+
+def statuses() -> dict[str, str]:
+    return {stage: entry["status"] for stage, entry in summary().items()}
+
+
+def raising(error: BaseException) -> Callable[[Path], None]:
+    def raise_it(folder: Path) -> None:
+        raise error
+
+    return raise_it
+
+
+def test_a_run_trains_all_stages_and_sums_them_up(world: Path, stages: FakeStages) -> None:
+    said = run()
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
+    for stage, entry in summary().items():
+        assert entry.keys() == {"status", "folder", "model", "seconds", "metrics"}
+        assert entry["status"] == "done"
+        assert entry["folder"].startswith(f"{stage}-")
+        assert (RUN / entry["model"] / "config.json").is_file()
+        assert entry["seconds"] >= 0
+        assert entry["metrics"] == {"loss": 1.5}
+    assert load_recipe(str(RUN / "recipe.yaml")) == load_recipe("recipe.yaml")
+    assert (RUN / "report.html").exists()
+    assert any(line.startswith("sft: run sft-") and line.endswith("(not run yet)") for line in said)
+
+
+def test_each_stage_starts_from_the_models_before_it(world: Path, stages: FakeStages) -> None:
+    run()
+    models = {stage: str((RUN / entry["model"]).absolute()) for stage, entry in summary().items()}
+    settings = (RUN / summary()["ppo"]["folder"] / "settings.yaml").read_text()
+    assert f"model: {models['sft']}\n" in settings
+    assert f"reward_model: {models['reward']}\n" in settings
+
+
+def test_a_second_run_changes_no_file(world: Path, stages: FakeStages) -> None:
+    run()
+    before = contents(RUN)
+    said = run()
+    assert contents(RUN) == before
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
+    assert stages.reports == 1
+    assert [line.split()[1] for line in said] == ["reuse"] * 4
+
+
+def test_a_missing_report_is_written_again(world: Path, stages: FakeStages) -> None:
+    run()
+    (RUN / "report.html").unlink()
+    run()
+    assert stages.reports == 2
+
+
+def test_a_changed_setting_runs_beside_the_old_result(world: Path, stages: FakeStages) -> None:
+    run()
+    before = contents(RUN)
+    run("reward.learning_rate=0.002")
+    assert stages.trained[4:] == ["reward", "ppo"]
+    kept = {path: found for path, found in before.items() if "-" in path}
+    assert kept.items() <= contents(RUN).items()
+
+
+def test_a_rerun_that_gives_the_same_model_lets_the_rest_be_reused(world: Path, stages: FakeStages) -> None:
+    run()
+    (next(RUN.glob("sft-*")) / "manifest.json").unlink()
+    said = run()
+    assert stages.trained[4:] == ["sft"]
+    assert [line.split()[1] for line in said if "(" in line] == ["reuse", "resume", "reuse", "reuse"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ppo.data=nowhere.jsonl", "no such file"),
+        ("ppo.judge=nowhere:judge", "nowhere:judge"),
+        ("ppo.reward_model=./nowhere", "ppo.reward_model: no folder './nowhere'"),
+        ("accelerate_config=nowhere.yaml", "accelerate_config: no file 'nowhere.yaml'"),
+    ],
+)
+def test_what_is_missing_for_the_last_stage_is_found_before_the_first(
+    world: Path, stages: FakeStages, override: str, message: str
+) -> None:
+    with pytest.raises(RefusedError, match=message):
+        run(override)
+    assert stages.trained == []
+    assert not RUN.exists()
+
+
+def test_bad_rows_are_refused_and_leave_a_finished_run_as_it_was(world: Path, stages: FakeStages) -> None:
+    run()
+    before = contents(RUN)
+    write_rows(Path("rankings.jsonl"), [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d"}])
+    with pytest.raises(DataError, match=r"rankings\.jsonl row 2"):
+        run()
+    assert contents(RUN) == before
+    said = run("reward.max_dropped=0.5")
+    assert any(line.startswith("reward.data: kept 1 of 2 rows") for line in said)
+
+
+def test_a_run_folder_that_cannot_be_one_is_refused(world: Path, stages: FakeStages) -> None:
+    RUN.write_text("a file")
+    with pytest.raises(SettingsError, match="--run-dir run: run is not a folder"):
+        run()
+    RUN.unlink()
+    RUN.mkdir(mode=0o500)
+    if not os.access(RUN, os.W_OK):  # root may write anywhere
+        with pytest.raises(SettingsError, match="--run-dir run: run is not writable"):
+            run()
+    assert stages.trained == []
+
+
+def test_a_failing_stage_says_what_broke_and_the_next_run_goes_on(world: Path, stages: FakeStages) -> None:
+    stages.in_stage["reward"] = raising(ZeroDivisionError("no pairs"))
+    with pytest.raises(RunFailed, match=r"reward: ZeroDivisionError: no pairs; .*error\.log.*again to resume"):
+        run()
+    assert statuses() == {"pretrain": "done", "sft": "done", "reward": "failed", "ppo": "planned"}
+    folder = RUN / summary()["reward"]["folder"]
+    assert "ZeroDivisionError" in (folder / "error.log").read_text()
+    assert json.loads((folder / "status.json").read_text())["state"] == "failed"
+    stages.in_stage.clear()
+    said = run()
+    assert stages.trained == ["pretrain", "sft", "reward", "reward", "ppo"]
+    assert any(line.startswith(f"reward: resume {folder.name}") for line in said)
+    assert set(statuses().values()) == {"done"}
+    assert not (folder / "error.log").exists()
+
+
+def test_a_stage_that_refuses_its_input_counts_as_refused(world: Path, stages: FakeStages) -> None:
+    stages.in_stage["sft"] = raising(SettingsError("vocabulary 300 and 400 differ"))
+    with pytest.raises(SettingsError, match="vocabulary 300 and 400 differ"):
+        run()
+    assert statuses()["sft"] == "failed"
+
+
+def test_a_stage_that_leaves_no_manifest_has_failed(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "train", lambda stage, folder: None)
+    with pytest.raises(RunFailed, match="pretrain: it ended without sealing its folder"):
+        run()
+
+
+@pytest.mark.parametrize(("stop", "code"), [(SystemExit(143), 143), (SystemExit(130), 130), (KeyboardInterrupt(), 130)])
+def test_a_signal_ends_the_run_with_its_code(world: Path, stages: FakeStages, stop: BaseException, code: int) -> None:
+    stages.in_stage["sft"] = raising(stop)
+    with pytest.raises(RunStopped, match="again to resume") as stopped:
+        run()
+    assert stopped.value.code == code
+    assert statuses() == {"pretrain": "done", "sft": "stopped", "reward": "planned", "ppo": "planned"}
+
+
+def test_a_stage_that_exits_by_itself_has_failed(world: Path, stages: FakeStages) -> None:
+    stages.in_stage["sft"] = raising(SystemExit(5))
+    with pytest.raises(RunFailed, match="sft: ended itself with code 5"):
+        run()
+
+
+def test_seconds_add_up_over_attempts(world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(runner, "monotonic", lambda: next(clock))
+    stages.in_stage["pretrain"] = raising(SystemExit(143))
+    with pytest.raises(RunStopped):
+        run()
+    assert summary()["pretrain"]["seconds"] == 10
+    stages.in_stage.clear()
+    run(scope=Scope(last="pretrain"))
+    assert summary()["pretrain"]["seconds"] == 20
+
+
+def test_two_runs_never_share_a_folder(world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SECONDS_FOR_ANOTHER", 0.0)
+    RUN.mkdir()
+    with held(RUN, 0), pytest.raises(SettingsError, match="another rlhf run is working here"):
+        run()
+    run()
+
+
+def test_status_tells_a_running_stage_from_an_interrupted_one(world: Path, stages: FakeStages) -> None:
+    seen: list[dict[str, Any]] = []
+    stages.in_stage["sft"] = lambda folder: seen.append(run_status(RUN)["sft"])
+    run()
+    assert (seen[0]["status"], seen[0]["step"], seen[0]["steps"]) == ("running", 3, 10)
+    left = {"stages": summary() | {"sft": summary()["sft"] | {"status": "running"}}}
+    (RUN / "summary.json").write_text(json.dumps(left))  # as a kill -9 leaves it
+    assert run_status(RUN)["sft"]["status"] == "interrupted"
+
+
+def test_a_report_that_cannot_be_drawn_does_not_lose_the_run(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.pipeline.report.render", lambda run_dir: 1 / 0)
+    with pytest.raises(RunFailed, match=r"report: ZeroDivisionError.*`rlhf report run` tries again"):
+        run()
+    assert set(statuses().values()) == {"done"}

@@ -1,0 +1,175 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.data.errors import RefusedError
+from rlhf.pipeline.charts import MAX_POINTS, draw_charts
+from rlhf.pipeline.report import render
+
+METRICS = {
+    "pretrain": {"val_loss": 2.164, "vocab_size": 1024},
+    "sft": {"eval_loss": 1.17, "base_eval_loss": 3.42},
+    "reward": {"accuracy": 0.868, "longer_wins_accuracy": 0.571},
+    "ppo": {"true_quality": 0.83, "sft_true_quality": 0.386, "win_rate": 0.82, "kl": 8.7},
+}
+ROWS = {
+    "pretrain": [{"step": step, "loss": 7 - step / 10, "val_loss": 7 - step / 9} for step in range(30)],
+    "sft": [{"step": step, "loss": 3 - step / 10, "eval_loss": 3 - step / 9} for step in range(10)],
+    "reward": [{"step": step, "loss": 0.7, "accuracy": 0.5 + step / 100} for step in range(10)],
+    "ppo": [{"step": step, "score": step / 10, "kl": step / 5, "entropy": 9 - step / 5} for step in range(10)],
+}
+SAMPLE = {
+    "prompt": "What does a fox eat?",
+    "sft": "the the the",
+    "ppo": "A fox eats mice.",
+    "sft_score": -0.5,
+    "ppo_score": 2.25,
+}
+
+
+def make_run(folder: Path, stages: list[str], samples: list[dict[str, Any]] | None = None) -> Path:
+    entries = {}
+    for stage in stages:
+        artifact = folder / f"{stage}-0123abcd"
+        artifact.mkdir(parents=True)
+        write_lines(artifact / "metrics.jsonl", ROWS[stage])
+        made_with = {"versions": {"torch": "2.13.0"}, "commit": "c0ffee", "processes": 1}
+        manifest = {"settings": {"learning_rate": 0.003}, "made_with": made_with}
+        (artifact / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        entries[stage] = {
+            "status": "done",
+            "folder": artifact.name,
+            "model": f"{artifact.name}/model",
+            "seconds": 12.5,
+            "metrics": METRICS[stage],
+        }
+        if stage == "ppo":
+            write_lines(artifact / "samples.jsonl", samples or [])
+    (folder / "summary.json").write_text(json.dumps({"stages": entries}), encoding="utf-8")
+    (folder / "recipe.yaml").write_text("seed: 7\n", encoding="utf-8")
+    return folder
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def page(run_dir: Path) -> str:
+    """The report with runs of white space made one space."""
+    return " ".join(render(run_dir).read_text(encoding="utf-8").split())
+
+
+def words(html: str) -> str:
+    """What a reader sees of it."""
+    return " ".join(re.sub(r"<style.*?</style>|<[^>]*>", " ", html).split())
+
+
+def test_every_stage_shows_its_metric_before_and_after(tmp_path: Path) -> None:
+    shown = words(page(make_run(tmp_path / "run", list(METRICS), [SAMPLE])))
+    assert "held-out loss, nats per token 6.93 → 2.16 against guessing ✓ better" in shown  # ln 1024 = 6.93
+    assert "3.42 → 1.17 against the base model ✓ better" in shown
+    assert "0.571 → 0.868 against “longer wins” ✓ better" in shown
+    assert "true quality 0.386 → 0.830 against SFT ✓ better" in shown
+    assert "Together 50.0 s" in shown
+
+
+def test_a_stage_that_made_it_worse_is_said_to_be_worse(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["sft"])
+    summary = (run_dir / "summary.json").read_text(encoding="utf-8")
+    (run_dir / "summary.json").write_text(summary.replace("3.42", "1.05"), encoding="utf-8")
+    assert "1.05 → 1.17 against the base model ✗ worse" in words(page(run_dir))
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    html = page(make_run(tmp_path / "run", list(METRICS), [SAMPLE]))
+    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)|src=|href=\"(?!#)", html)
+
+
+def test_text_of_models_and_people_cannot_become_markup(tmp_path: Path) -> None:
+    attack = "<script>alert(1)</script>"
+    run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE | {"prompt": attack, "sft": attack, "ppo": attack}])
+    (run_dir / "recipe.yaml").write_text(f"name: '{attack}'\n", encoding="utf-8")
+    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", [{"step": 1, attack: 1.0, "$x_": 2.0}])
+    html = page(run_dir)
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
+
+
+def test_answers_stand_side_by_side_with_their_scores(tmp_path: Path) -> None:
+    worse = SAMPLE | {"ppo_score": -1.0}
+    shown = words(page(make_run(tmp_path / "run", ["ppo"], [SAMPLE, SAMPLE, worse])))
+    assert "What does a fox eat? SFT score -0.50 the the the PPO score 2.25 A fox eats mice." in shown
+    assert "By score, PPO's answer is better for 2 of 3 prompts and worse for 1 ." in shown
+
+
+def test_true_quality_decides_where_a_judge_gave_it(tmp_path: Path) -> None:
+    judged = SAMPLE | {"sft_quality": 0.9, "ppo_quality": 0.25}  # the score says better, the judge worse
+    shown = words(page(make_run(tmp_path / "run", ["ppo"], [judged])))
+    assert "By true quality, PPO's answer is better for 0 of 1 prompts and worse for 1 ." in shown
+    assert "PPO true quality 0.25 score 2.25" in shown
+
+
+def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain", "sft"])
+    (run_dir / "sft-0123abcd" / "manifest.json").unlink()
+    with (run_dir / "sft-0123abcd" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 99, "lo')  # killed while writing
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    summary["stages"]["sft"] |= {"status": "failed", "seconds": None, "metrics": {}}
+    summary["stages"]["reward"] = {
+        "status": "planned",
+        "folder": None,
+        "model": None,
+        "seconds": None,
+        "metrics": {},
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    html = page(run_dir)
+    assert "SFT failed no result yet" in words(html)
+    assert "Reward model planned no result yet" in words(html)
+    assert html.count("<figure") == 2  # the losses of pretrain and of sft as far as it came
+    assert "Answers before and after" not in html
+
+
+def test_settings_and_versions_can_be_looked_up(tmp_path: Path) -> None:
+    shown = words(page(make_run(tmp_path / "run", ["sft"])))
+    assert "seed: 7" in shown
+    assert "sft.learning_rate 0.003 versions torch 2.13.0 commit c0ffee processes 1" in shown
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain", "reward"])
+    assert page(run_dir) == page(run_dir)
+
+
+def test_a_long_run_stays_under_half_a_megabyte(tmp_path: Path) -> None:
+    samples = [SAMPLE | {"sft": "word " * 5000, "ppo": "word " * 5000}] * 200
+    run_dir = make_run(tmp_path / "run", ["ppo"], samples)
+    rows = [{"step": step, **{f"metric_{i}": (step * i) % 7.3 for i in range(20)}} for step in range(5000)]
+    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", rows)
+    assert render(run_dir).stat().st_size < 500_000
+
+
+def test_steps_logged_again_after_a_resume_count_once() -> None:
+    rows = [{"step": 1, "kl": 5.0}, {"step": 2, "kl": 6.0}, {"step": 2, "kl": 7.0}]
+    charts = draw_charts("ppo", rows, {})["charts"]
+    assert [chart["last"] for chart in charts] == [{"kl": 7.0}]
+
+
+def test_long_curves_show_the_mean_of_neighbours() -> None:
+    rows = [{"step": step, "kl": float(step % 2)} for step in range(2 * MAX_POINTS)]  # 0 1 0 1 …
+    charts = draw_charts("ppo", rows, {})["charts"]
+    assert charts[0]["last"] == {"kl": 0.5}
+
+
+def test_values_that_are_no_numbers_are_left_out_of_curves() -> None:
+    rows = [{"step": 1, "kl": float("nan"), "note": "warm-up"}, {"step": 2, "kl": None}]
+    assert draw_charts("ppo", rows, {}) == {"charts": [], "more_charts": []}
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"no summary\.json"):
+        render(tmp_path)

@@ -1,0 +1,55 @@
+"""Tiny models in memory, and a tokenizer whose pad is its eos."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stages_world import inputs, run_stage, tiny_policy
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf.data.tokens import ensure_chat_template, ensure_pad
+
+SHAPES = ("llama", "gpt2")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Bytes, three role tokens, and <|endoftext|> (id 0) as eos and pad."""
+    specials = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(specials)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
+    ensure_pad(tokenizer)
+    ensure_chat_template(tokenizer)
+    return tokenizer
+
+
+@pytest.fixture(params=SHAPES)
+def policy(request: pytest.FixtureRequest) -> Any:
+    return tiny_policy(request.param)
+
+
+@pytest.fixture
+def policy_folder(tmp_path: Path, tokenizer: Any) -> Path:
+    """A saved tiny Llama with its tokenizer."""
+    from rlhf.stages.models import save_folder
+
+    folder = tmp_path / "policy"
+    save_folder(folder, tiny_policy(), tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the four stages, each trained for a few steps from the one before."""
+    root = tmp_path_factory.mktemp("chain")
+    folders = {stage: root / stage for stage in ("pretrain", "sft", "reward", "ppo")}
+    run_stage("pretrain", folders["pretrain"])
+    for stage in ("sft", "reward", "ppo"):
+        run_stage(stage, folders[stage], **inputs(stage, folders))
+    return folders

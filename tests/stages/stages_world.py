@@ -1,0 +1,74 @@
+"""Tiny decoders for the tests of the stages."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from rlhf.stages.artifact import write_settings
+
+
+def tiny_policy(shape: str = "llama", dropout: float = 0.0, seed: int = 0) -> Any:
+    """A decoder of two layers and 260 tokens, far from uniform, in eval mode."""
+    torch.manual_seed(seed)
+    if shape == "llama":
+        config = LlamaConfig(
+            vocab_size=260, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.5,
+            attention_dropout=dropout, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval()
+    config = GPT2Config(
+        vocab_size=260, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.5,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+WORLD = "rlhf.recipes.demo_world"
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "pretrain": {
+        "data": {"path": f"{WORLD}:documents", "options": {"num": 120}}, "vocab_size": 300, "hidden_size": 16,
+        "num_layers": 1, "num_heads": 2, "context_length": 96, "block_size": 32, "num_steps": 6, "save_every": 2,
+        "global_batch_size": 4, "eval_every": 3, "log_every": 1, "learning_rate": 1e-2, "warmup_steps": 2,
+    },
+    "sft": {
+        "data": {"path": f"{WORLD}:demonstrations", "options": {"num": 60}}, "max_length": 96, "save_every": 2,
+        "global_batch_size": 10, "learning_rate": 1e-3, "log_every": 1,
+    },
+    "reward": {
+        "data": {"path": f"{WORLD}:rankings", "options": {"num": 40}}, "judge": f"{WORLD}:judge",
+        "num_sampled_answers": 1, "judge_noise": 0.1, "max_new_tokens": 16, "max_length": 96, "save_every": 2,
+        "global_batch_size": 6, "learning_rate": 1e-3, "log_every": 1, "eval_every": 3, "max_dropped": 0.1,
+    },
+    "ppo": {
+        "data": f"{WORLD}:prompts", "judge": f"{WORLD}:judge", "num_iterations": 5, "rollout_batch_size": 8,
+        "num_epochs": 2, "num_minibatches": 2, "max_prompt_length": 64, "max_new_tokens": 16, "save_every": 2,
+        "learning_rate": 1e-3, "critic_learning_rate": 1e-3, "log_every": 1, "eval_every": 3, "eval_share": 0.02,
+        "missing_eos_penalty": 1.0,
+    },
+}  # fmt: skip
+"""Settings under which each stage takes about a second."""
+
+
+def run_stage(stage: str, folder: Path, **fields: Any) -> dict[str, Any]:
+    """Write the stage's settings into its folder and train."""
+    config = importlib.import_module(f"rlhf.stages.{stage}.config")
+    cls = next(c for c in vars(config).values() if getattr(c, "stage", None) == stage)
+    write_settings(folder, cls.load({**TINY[stage], **fields}, stage))
+    metrics: dict[str, Any] = importlib.import_module(f"rlhf.stages.{stage}.train").train(folder)
+    return metrics
+
+
+def inputs(stage: str, folders: dict[str, Path]) -> dict[str, str]:
+    """The models that a stage starts from, out of the folders of a chain."""
+    names = {
+        "sft": {"model": "pretrain"},
+        "reward": {"model": "sft"},
+        "ppo": {"model": "sft", "reward_model": "reward"},
+    }
+    return {field: str(folders[source] / "model") for field, source in names.get(stage, {}).items()}

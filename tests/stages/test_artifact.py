@@ -1,0 +1,104 @@
+"""A key stands for all that decides a result and nothing else; the manifest seals it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.data.errors import SettingsError
+from rlhf.stages.artifact import Artifact, file_digest, identify, read_settings, seal, write_settings
+from rlhf.stages.sft.config import SFTSettings
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> SFTSettings:
+    model = tmp_path / "base"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Hi", "response": "Hello"}\n')
+    return SFTSettings.load({"model": str(model), "data": str(rows)}, "sft")
+
+
+def changed(settings: SFTSettings, **fields: Any) -> SFTSettings:
+    return settings.model_copy(update=fields)
+
+
+def test_a_setting_that_changes_the_result_changes_the_key(settings: SFTSettings) -> None:
+    assert identify(changed(settings, learning_rate=1.0)).key != identify(settings).key
+    assert identify(changed(settings, attempt=1)).key != identify(settings).key
+
+
+def test_how_it_is_logged_saved_and_cut_into_microbatches_leaves_the_key(settings: SFTSettings) -> None:
+    other = changed(settings, log_every=1, save_every=2, microbatch_size=3, max_dropped=0.5)
+    assert identify(other).key == identify(settings).key
+
+
+def test_one_changed_letter_in_the_rows_changes_the_key(settings: SFTSettings) -> None:
+    before = identify(settings)
+    rows = Path(settings.data.path)
+    rows.write_text(rows.read_text().replace("Hello", "Hallo"))
+    after = identify(settings)
+    assert (after.key != before.key, after.data != before.data) == (True, True)
+
+
+def test_the_same_rows_and_model_elsewhere_have_the_same_key(settings: SFTSettings, tmp_path: Path) -> None:
+    before = identify(settings).key
+    (tmp_path / "moved").mkdir()
+    rows = Path(settings.data.path).rename(tmp_path / "moved" / "rows.jsonl")
+    model = Path(str(settings.model)).rename(tmp_path / "moved" / "base")
+    moved = SFTSettings.load({"model": str(model), "data": str(rows)}, "sft")
+    assert identify(moved).key == before
+
+
+def test_one_changed_byte_of_the_weights_changes_the_key(settings: SFTSettings) -> None:
+    before = identify(settings).key
+    (Path(str(settings.model)) / "model.safetensors").write_bytes(b"weighty")
+    assert identify(settings).key != before
+
+
+@pytest.mark.parametrize("missing", ["/no/such/model", "./model"])
+def test_a_model_folder_that_is_not_there_is_refused_by_name(settings: SFTSettings, missing: str) -> None:
+    with pytest.raises(SettingsError, match=rf"sft\.model: no folder '{missing}'"):
+        identify(changed(settings, model=missing))
+
+
+def test_a_folder_without_config_is_no_model(settings: SFTSettings, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SettingsError, match=r"holds no config\.json"):
+        identify(changed(settings, model=str(tmp_path / "empty")))
+
+
+def test_settings_come_back_as_they_were_written(settings: SFTSettings, tmp_path: Path) -> None:
+    write_settings(tmp_path / "stage", settings)
+    assert read_settings(tmp_path / "stage", SFTSettings) == settings
+
+
+def test_the_manifest_names_every_file_with_its_hash_but_no_checkpoint(settings: SFTSettings, tmp_path: Path) -> None:
+    folder = tmp_path / "stage"
+    for name in ("model/config.json", "checkpoints/step-1/state.json", "metrics.jsonl", "status.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"step": 1}\n')
+    identity = identify(settings)
+    assert not Artifact(folder).sealed
+    seal(folder, identity, {"eval_loss": 1.5}, processes=2, hand_over={"vocab_size": 260})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"] == {name: file_digest(folder / name) for name in ("metrics.jsonl", "model/config.json")}
+    assert (manifest["stage"], manifest["key"], manifest["inputs"]) == ("sft", identity.key, identity.inputs)
+    assert manifest["metrics"] == {"eval_loss": 1.5}
+    assert manifest["made_with"]["processes"] == 2
+    assert Artifact(folder).sealed
+
+
+def test_an_artifact_is_known_by_its_model_and_not_by_its_logs(settings: SFTSettings, tmp_path: Path) -> None:
+    digests = []
+    for number, log in enumerate(("a", "b")):
+        folder = tmp_path / str(number)
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "weights").write_text("same")
+        (folder / "metrics.jsonl").write_text(log)
+        seal(folder, identify(settings), {}, 1, {})
+        digests.append(Artifact(folder).digest)
+    assert digests[0] == digests[1]

@@ -1,0 +1,135 @@
+"""Scores and log-probabilities: read where they should be, whatever surrounds the row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from stages_world import tiny_policy
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf.data.collate import pad_left, pad_right
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.stages.models import (
+    check_hand_over,
+    hand_over,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    response_logprobs,
+    save_folder,
+)
+
+
+def test_logprobs_do_not_depend_on_left_padding_or_batch_mates(policy: Any) -> None:
+    row, other = [7, 8, 9, 10, 11], [5] * 30
+    alone, mask = pad_left([row], 0)
+    together, together_mask = pad_left([row, other], 0)
+    one, _ = response_logprobs(policy, alone, mask, 3, temperature=0.7)
+    two, _ = response_logprobs(policy, together, together_mask, 3, temperature=0.7)
+    assert torch.allclose(one[0], two[0], atol=1e-5)
+
+
+def test_logprobs_are_those_of_the_tokens_at_the_sampling_temperature(policy: Any) -> None:
+    ids = torch.tensor([[7, 8, 9, 10]])
+    got, entropy = response_logprobs(policy, ids, torch.ones_like(ids).bool(), 2, temperature=0.5)
+    logits = policy(ids).logits[0, 1:3] / 0.5  # positions 1 and 2 judge tokens 2 and 3
+    expected = logits.log_softmax(-1)
+    assert torch.allclose(got[0], expected[[0, 1], [9, 10]], atol=1e-5)
+    assert torch.allclose(entropy[0], torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5)
+
+
+def new_scorer(policy_folder: Path, tokenizer: Any) -> Any:
+    torch.manual_seed(1)
+    return load_scalar(str(policy_folder), tokenizer, new_head=True).eval()
+
+
+def score(scorer: Any, rows: list[list[int]], starts: list[int], left: bool = False) -> torch.Tensor:
+    ids, mask = (pad_left if left else pad_right)(rows, 0)
+    offset = torch.tensor([ids.shape[1] - len(r) if left else 0 for r in rows])
+    response = mask & (torch.arange(ids.shape[1]) >= (torch.tensor(starts) + offset)[:, None])
+    with torch.no_grad():
+        return scorer.pool(scorer(ids, mask), response)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_score_is_the_same_alone_in_a_batch_and_padded_on_either_side(
+    policy_folder: Path, tokenizer: Any, pooling: str
+) -> None:
+    scorer = new_scorer(policy_folder, tokenizer)
+    scorer.pooling = pooling
+    row, other = [7, 8, 9, 0], [5] * 20
+    alone = score(scorer, [row], [2])[0]
+    assert score(scorer, [row, other], [2, 3])[0].item() == pytest.approx(alone.item(), abs=1e-5)
+    assert score(scorer, [row, other], [2, 3], left=True)[0].item() == pytest.approx(alone.item(), abs=1e-5)
+
+
+def test_the_score_is_read_at_the_final_eos_even_where_pad_is_eos(policy_folder: Path, tokenizer: Any) -> None:
+    scorer = new_scorer(policy_folder, tokenizer)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+    with torch.no_grad():
+        values = scorer(torch.tensor([[7, 8, 0]]), torch.ones(1, 3).bool())[0]
+    assert score(scorer, [[7, 8, 0], [5] * 6], [1, 1])[0].item() == pytest.approx(values[2].item(), abs=1e-5)
+    assert abs(values[2] - values[1]) > 1e-3  # so that reading one token early would have shown
+
+
+def test_a_saved_scorer_gives_the_same_scores_and_loads_in_plain_transformers(
+    policy_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    scorer = new_scorer(policy_folder, tokenizer)
+    scorer.pooling, scorer.mean, scorer.std = "mean", 0.5, 2.0
+    save_folder(tmp_path / "reward", scorer, tokenizer)
+    again = load_scalar(str(tmp_path / "reward"), load_tokenizer(str(tmp_path / "reward"))).eval()
+    assert torch.equal(score(again, [[7, 8, 9]], [1]), score(scorer, [[7, 8, 9]], [1]))
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    assert plain.config.num_labels == 1
+    assert torch.equal(plain.score.weight, scorer.classifier.score.weight)
+
+
+def test_the_normaliser_shifts_and_scales_scores(policy_folder: Path, tokenizer: Any) -> None:
+    scorer = new_scorer(policy_folder, tokenizer)
+    raw = score(scorer, [[7, 8, 9]], [1])
+    scorer.mean, scorer.std = 0.5, 2.0
+    assert torch.allclose(score(scorer, [[7, 8, 9]], [1]), (raw - 0.5) / 2)
+
+
+def test_a_missing_score_head_is_an_error_and_not_a_random_head(policy_folder: Path, tokenizer: Any) -> None:
+    with pytest.raises(RefusedError, match=r"lacks the weights \['score\.weight'\]"):
+        load_scalar(str(policy_folder), tokenizer)
+
+
+def test_missing_weights_of_a_policy_are_an_error(policy_folder: Path) -> None:
+    weights = load_file(policy_folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, policy_folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RefusedError, match="lacks the weights"):
+        load_policy(str(policy_folder))
+
+
+def test_tied_embeddings_are_still_tied_after_saving(policy_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(policy_folder)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(model.lm_head.weight, tiny_policy().lm_head.weight)
+
+
+def test_a_saved_folder_has_tokenizer_template_and_a_plain_generation_config(
+    policy_folder: Path, tokenizer: Any
+) -> None:
+    again = load_tokenizer(str(policy_folder))
+    assert again.chat_template == tokenizer.chat_template
+    generation = AutoModelForCausalLM.from_pretrained(policy_folder).generation_config
+    assert (generation.eos_token_id, generation.top_k, generation.do_sample) == (0, None, True)
+
+
+def test_two_models_with_different_tokenizers_are_refused_with_both_values(tokenizer: Any) -> None:
+    ours = hand_over(tokenizer, tiny_policy())
+    check_hand_over(ours, dict(ours), "ppo.model", "ppo.reward_model")
+    with pytest.raises(SettingsError, match=r"ppo\.model and ppo\.reward_model differ in vocab_size: 260 and 300"):
+        check_hand_over(ours, {**ours, "vocab_size": 300}, "ppo.model", "ppo.reward_model")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(RefusedError, match="no causal language model in"):
+        load_policy(str(tmp_path))

@@ -1,0 +1,100 @@
+"""A rollout holds what was sampled and what every model says about it; the update sees the same numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stages_world import tiny_policy
+
+from rlhf.stages.models import load_scalar, response_logprobs
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.rollout import Rollout, collect, response_values
+from rlhf.stages.ppo.train import shaped_scores
+
+PROMPTS = [[7, 8, 9, 10], [11], [12, 0, 13]]  # 0 is pad and eos, and stands inside a prompt
+
+
+@pytest.fixture
+def scorer(policy_folder: Path, tokenizer: Any) -> Any:
+    torch.manual_seed(1)
+    return load_scalar(str(policy_folder), tokenizer, new_head=True).eval()
+
+
+def settings(**fields: Any) -> PPOSettings:
+    return PPOSettings.load({"data": "unused.jsonl", "max_new_tokens": 8, "temperature": 0.7, **fields}, "ppo")
+
+
+def roll(policy: Any, scorer: Any, reference: Any = None, **fields: Any) -> Rollout:
+    torch.manual_seed(2)
+    stops = [0, 17, 40, *range(100, 200)]  # many, so that some responses end early
+    return collect(policy, reference or policy, scorer, scorer, PROMPTS, settings(**fields), stops, 0)
+
+
+def test_policy_and_reference_with_equal_weights_have_no_kl(policy: Any, scorer: Any) -> None:
+    assert roll(policy, scorer).kl.abs().max().item() < 1e-5
+
+
+def test_the_ratio_is_one_before_the_first_update_whatever_the_microbatch(policy: Any, scorer: Any) -> None:
+    rollout = roll(policy, scorer)
+    for row in range(3):
+        part = rollout[[row]]
+        logprobs, _ = response_logprobs(policy, part.input_ids, part.attention_mask, part.mask.shape[1], 0.7)
+        assert torch.where(part.mask, logprobs - part.logprobs, 0.0).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_dropout_in_the_config_changes_nothing_in_eval_mode(scorer: Any, shape: str) -> None:
+    policy = tiny_policy(shape, dropout=0.3)
+    assert roll(policy, scorer).kl.abs().max().item() < 1e-5
+
+
+def test_a_prompt_that_contains_the_pad_id_is_attended_to(policy: Any, scorer: Any) -> None:
+    rollout = roll(policy, scorer)
+    prompt = rollout.attention_mask[:, : -rollout.mask.shape[1]]
+    assert prompt.sum(-1).tolist() == [4, 1, 3]
+
+
+def test_junk_after_the_stop_token_reaches_no_logprob_value_or_score(policy: Any, scorer: Any) -> None:
+    rollout = roll(policy, scorer)
+    length = rollout.mask.shape[1]
+    assert not rollout.mask.all(), "the test needs a response that ends early"
+    junk = torch.where(rollout.attention_mask, rollout.input_ids, 99)
+    with torch.no_grad():
+        logprobs, _ = response_logprobs(policy, junk, rollout.attention_mask, length, 0.7)
+        values = response_values(scorer, junk, rollout.attention_mask, length)
+    assert torch.where(rollout.mask, logprobs - rollout.logprobs, 0.0).abs().max().item() < 1e-6
+    assert torch.where(rollout.mask, values - rollout.values, 0.0).abs().max().item() < 1e-6
+
+
+def test_a_value_judges_the_state_before_its_token(scorer: Any) -> None:
+    ids, mask = torch.tensor([[7, 8, 9, 10, 11]]), torch.ones(1, 5).bool()
+    with torch.no_grad():
+        values = response_values(scorer, ids, mask, 2)
+        everywhere = scorer(ids, mask)
+    assert torch.equal(values[0], everywhere[0, [2, 3]])  # before the tokens at 3 and 4
+
+
+def test_the_score_is_that_of_prompt_and_response_alone(policy: Any, scorer: Any) -> None:
+    rollout = roll(policy, scorer)
+    for row in range(3):
+        kept = rollout.input_ids[row][rollout.attention_mask[row]][None]
+        with torch.no_grad():
+            alone = scorer(kept, torch.ones_like(kept).bool())[0, -1]
+        assert rollout.scores[row].item() == pytest.approx(alone.item(), abs=1e-5)
+
+
+def test_an_answer_without_eos_pays_and_one_that_ends_in_the_last_slot_does_not(policy: Any, scorer: Any) -> None:
+    rollout = roll(policy, scorer)[[0, 1]]
+    rollout.scores, rollout.ended = torch.tensor([0.7, 0.7]), torch.tensor([False, True])
+    assert shaped_scores(rollout, settings()).tolist() == pytest.approx([0.7, 0.7])
+    assert shaped_scores(rollout, settings(missing_eos_penalty=1.0)).tolist() == pytest.approx([-1.0, 0.7])
+    subtracted = settings(missing_eos_penalty=1.0, missing_eos="subtract")
+    assert shaped_scores(rollout, subtracted).tolist() == pytest.approx([-0.3, 0.7])
+
+
+def test_a_response_that_ends_in_the_last_slot_has_ended(policy: Any, scorer: Any) -> None:
+    torch.manual_seed(2)
+    rollout = collect(policy, policy, scorer, None, PROMPTS, settings(max_new_tokens=1), list(range(260)), 0)
+    assert rollout.ended.all()
+    assert rollout.mask.all()

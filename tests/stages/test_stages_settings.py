@@ -1,0 +1,58 @@
+"""Settings refuse what they do not know and say what would work."""
+
+import pytest
+
+from rlhf.data.errors import SettingsError
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.sft.config import SFTSettings
+
+
+def test_a_misspelt_key_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(SettingsError, match=r"ppo: no setting 'kl_coeff'; did you mean 'kl_coef'\?"):
+        PPOSettings.load({"data": "prompts.jsonl", "kl_coeff": 0.1}, "ppo")
+
+
+def test_every_problem_is_named_in_one_message() -> None:
+    with pytest.raises(SettingsError) as caught:
+        PPOSettings.load({"kl_coeff": 0.1, "learning_rate": -1, "temperature": "hot"}, "ppo")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert any(line.startswith("ppo.data: not set") for line in lines)
+    assert any(line.startswith("ppo.learning_rate:") and "-1" in line for line in lines)
+    assert any(line.startswith("ppo.temperature:") and "hot" in line for line in lines)
+
+
+def test_a_misspelt_key_inside_a_source_is_named_with_its_path() -> None:
+    with pytest.raises(SettingsError, match=r"sft\.data: no setting 'splitt'; did you mean 'split'\?"):
+        SFTSettings.load({"data": {"path": "x.jsonl", "splitt": "test"}}, "sft")
+
+
+def test_numbers_written_as_text_are_numbers() -> None:
+    settings = SFTSettings.load({"data": "x.jsonl", "learning_rate": "1e-5", "global_batch_size": "2"}, "sft")
+    assert settings.learning_rate == 0.00001
+    assert settings.global_batch_size == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_learning_rate_that_is_no_number_is_refused(value: float) -> None:
+    with pytest.raises(SettingsError, match=r"sft\.learning_rate"):
+        SFTSettings.load({"data": "x.jsonl", "learning_rate": value}, "sft")
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(SettingsError, match="hidden_size 30 must be an even multiple of num_heads 4"):
+        PretrainSettings.load({"data": "x.txt", "hidden_size": 30, "num_heads": 4}, "pretrain")
+    with pytest.raises(SettingsError, match="num_sampled_answers needs a judge"):
+        RewardSettings.load({"data": "x.jsonl", "num_sampled_answers": 2}, "reward")
+    with pytest.raises(SettingsError, match="rollout_batch_size 10 must be a multiple of num_minibatches 4"):
+        PPOSettings.load({"data": "x.jsonl", "rollout_batch_size": 10, "num_minibatches": 4}, "ppo")
+
+
+def test_fields_of_the_trainer_pass_through_and_unknown_ones_do_not() -> None:
+    assert SFTSettings.load({"data": "x.jsonl", "args": {"neftune_noise_alpha": 5}}, "sft").args
+    with pytest.raises(SettingsError, match="SFTConfig has no field 'neftune_noise'; did you mean"):
+        SFTSettings.load({"data": "x.jsonl", "args": {"neftune_noise": 5}}, "sft")
+    with pytest.raises(SettingsError, match="'learning_rate' has a setting of its own"):
+        SFTSettings.load({"data": "x.jsonl", "args": {"learning_rate": 5}}, "sft")

@@ -1,0 +1,232 @@
+"""Each stage leaves a sealed folder that the next one loads, and an interruption leaves no trace in it."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stages_world import inputs, run_stage
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf.data.errors import RefusedError
+from rlhf.stages.artifact import STAGES, Artifact, file_digest
+from rlhf.stages.runtime import Runtime, Stopped, complete_checkpoints
+
+Chain = dict[str, Path]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    timed = {"tokens_per_second"}
+    return [{k: v for k, v in row.items() if k not in timed} for row in Artifact(folder).metrics]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_seals_a_model_that_transformers_loads(chain: Chain, stage: str) -> None:
+    auto = AutoModelForSequenceClassification if stage == "reward" else AutoModelForCausalLM
+    model = auto.from_pretrained(chain[stage] / "model")
+    tokenizer = AutoTokenizer.from_pretrained(chain[stage] / "model")
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(chain["pretrain"] / "model").chat_template
+    manifest = Artifact(chain[stage]).manifest
+    assert all(file_digest(chain[stage] / name) == digest for name, digest in manifest["files"].items())
+    assert not (chain[stage] / "checkpoints").exists()
+
+
+def test_final_metrics_have_the_names_that_scripts_rely_on(chain: Chain) -> None:
+    metrics = {stage: set(Artifact(chain[stage]).manifest["metrics"]) for stage in STAGES}
+    assert {"val_loss", "vocab_size"} <= metrics["pretrain"]
+    assert {"eval_loss", "base_eval_loss"} <= metrics["sft"]
+    assert {"accuracy", "longer_wins_accuracy"} <= metrics["reward"]
+    assert {"true_quality", "sft_true_quality", "win_rate", "kl", "eos_share", "sft_eos_share"} <= metrics["ppo"]
+
+
+def test_an_input_is_known_in_the_next_manifest_by_its_digest(chain: Chain) -> None:
+    assert Artifact(chain["ppo"]).manifest["inputs"] == {
+        "model": Artifact(chain["sft"]).digest,
+        "reward_model": Artifact(chain["reward"]).digest,
+    }
+
+
+def test_ppo_moves_policy_and_critic_and_leaves_its_inputs_alone(chain: Chain) -> None:
+    tuned = load_file(chain["ppo"] / "model" / "model.safetensors")
+    start = load_file(chain["sft"] / "model" / "model.safetensors")
+    assert all(not torch.equal(tuned[name], start[name]) for name in start)
+    critic = load_file(chain["ppo"] / "critic" / "model.safetensors")
+    scorer = load_file(chain["reward"] / "model" / "model.safetensors")
+    assert all(not torch.equal(critic[name], scorer[name]) for name in scorer)
+    for stage in ("sft", "reward"):
+        files = Artifact(chain[stage]).manifest["files"]
+        assert all(file_digest(chain[stage] / name) == digest for name, digest in files.items())
+
+
+def test_the_first_rollout_has_no_kl_and_a_ratio_near_one(chain: Chain) -> None:
+    first = rows(chain["ppo"])[0]
+    assert abs(first["kl"]) < 1e-4
+    assert first["ratio"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_killed_between_checkpoints_ends_as_if_nothing_had_happened(
+    chain: Chain, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, die)  # checkpoints are written every second step
+        with pytest.raises(Killed):
+            run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    assert not Artifact(tmp_path / stage).sealed
+    run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    assert_same(tmp_path / stage, chain[stage])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sigterm_saves_the_state_and_the_stage_resumes_from_that_very_step(
+    chain: Chain, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped) as stopped:
+            run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    assert stopped.value.code == 143
+    status = json.loads((tmp_path / stage / "status.json").read_text())
+    # SFT's trainer logs after the step's own stop check, so there the signal is seen one step later.
+    assert (status["state"], status["step"]) == ("stopped", 4 if stage == "sft" else 3)
+    run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    assert f"resuming from step {status['step']} of " in capsys.readouterr().out
+    assert_same(tmp_path / stage, chain[stage])
+
+
+def test_a_half_written_checkpoint_is_passed_over(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die_while_saving(self: Runtime, step: int) -> None:
+        if step == 4:
+            (self.folder / "checkpoints" / ".writing").mkdir()
+            (self.folder / "checkpoints" / ".writing" / "model.safetensors").write_text("half")
+            raise Killed
+        save(self, step)
+
+    save = Runtime.save
+    with monkeypatch.context() as patch:
+        patch.setattr(Runtime, "save", die_while_saving)
+        with pytest.raises(Killed):
+            run_stage("pretrain", tmp_path / "pretrain")
+    assert [path.name for path in complete_checkpoints(tmp_path / "pretrain")] == ["step-00000002"]
+    run_stage("pretrain", tmp_path / "pretrain")
+    assert_same(tmp_path / "pretrain", chain["pretrain"])
+
+
+def test_the_best_checkpoint_by_validation_loss_is_kept_and_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def falls_then_rises(run: Runtime, model: Any, blocks: torch.Tensor) -> float:
+        seen.append(model.model.norm.weight.detach().clone())
+        return [3.0, 1.0, 2.0][len(seen) - 1]
+
+    monkeypatch.setattr("rlhf.stages.pretrain.train.validation_loss", falls_then_rises)
+    metrics = run_stage("pretrain", tmp_path / "pretrain", eval_every=2)
+    assert (metrics["val_loss"], metrics["best_step"]) == (1.0, 4)
+    kept = load_file(tmp_path / "pretrain" / "model" / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(kept, seen[1])
+    assert not torch.equal(kept, seen[2])
+
+
+def test_microbatches_change_nothing(chain: Chain, tmp_path: Path) -> None:
+    for stage in STAGES:
+        run_stage(stage, tmp_path / stage, microbatch_size=2, **inputs(stage, chain))
+        ours, theirs = (load_file(f / "model" / "model.safetensors") for f in (tmp_path / stage, chain[stage]))
+        for name, weights in theirs.items():
+            assert torch.allclose(ours[name], weights, atol=2e-4), (stage, name)
+
+
+def test_a_learning_rate_of_zero_keeps_policy_kl_and_ratio_where_they_were(chain: Chain, tmp_path: Path) -> None:
+    run_stage("ppo", tmp_path / "ppo", learning_rate=0.0, temperature=0.7, **inputs("ppo", chain))
+    for row in rows(tmp_path / "ppo"):
+        if "ratio" in row:
+            assert abs(row["kl"]) < 1e-4
+            assert row["ratio"] == pytest.approx(1, abs=1e-5)
+            assert row["clip_fraction"] == 0
+
+
+def test_lora_sft_is_merged_so_that_ppo_starts_at_its_own_reference(chain: Chain, tmp_path: Path) -> None:
+    run_stage("sft", tmp_path / "sft", lora={"r": 2, "alpha": 4}, learning_rate=0.1, **inputs("sft", chain))
+    folders = {**chain, "sft": tmp_path / "sft"}
+    assert not list((tmp_path / "sft" / "model").glob("adapter*"))
+    run_stage("ppo", tmp_path / "ppo", **inputs("ppo", folders))
+    assert abs(rows(tmp_path / "ppo")[0]["kl"]) < 1e-4
+
+
+def test_fewer_prompts_than_a_rollout_still_train(chain: Chain, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Write about a {x} and a kite."}) + "\n" for x in ("fox", "cat")))
+    run_stage("ppo", tmp_path / "ppo", data=str(prompts), num_iterations=2, **inputs("ppo", chain))
+    tuned = load_file(tmp_path / "ppo" / "model" / "model.safetensors")
+    start = load_file(chain["sft"] / "model" / "model.safetensors")
+    assert any(not torch.equal(tuned[name], start[name]) for name in start)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "message"),
+    [
+        ("pretrain", {"block_size": 96, "data": {"path": "tiny.txt"}}, "tokens, but a block needs 97"),
+        ("sft", {"max_length": 8}, r"sft\.max_length: .* nothing is left to train on"),
+        ("reward", {"max_length": 8}, r"reward\.max_length: no prompt keeps two answers"),
+        ("ppo", {"max_prompt_length": 3}, r"ppo\.data: none of \d+ prompts is left"),
+        ("ppo", {"max_new_tokens": 90}, r"= 154 exceeds the model's 96 positions"),
+        ("ppo", {"precision": "bf16"}, r"ppo\.precision: bf16 is not supported by this device"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, fields: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.txt").write_text("A fox and a kite. " * 4)
+    if fields.get("precision") and torch.cuda.is_available():
+        pytest.skip("this device can do bf16")
+    with pytest.raises(RefusedError, match=message):
+        run_stage(stage, tmp_path / stage, **{**inputs(stage, chain), **fields})
+    assert not (tmp_path / stage / "metrics.jsonl").exists()
+
+
+def test_training_leaves_signal_handlers_as_they_were(chain: Chain, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run_stage("pretrain", tmp_path / "pretrain")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Do something when the given step is logged."""
+    log = Runtime.log
+
+    def log_and_act(self: Runtime, at: int, *arguments: Any, **options: Any) -> None:
+        log(self, at, *arguments, **options)
+        if at == step:
+            action()
+
+    patch.setattr(Runtime, "log", log_and_act)
+
+
+def assert_same(folder: Path, undisturbed: Path) -> None:
+    """Equal weights bit for bit, equal rows of metrics."""
+    ours, theirs = Artifact(folder).manifest["files"], Artifact(undisturbed).manifest["files"]
+    assert {n: d for n, d in ours.items() if n.endswith("safetensors")} == {
+        n: d for n, d in theirs.items() if n.endswith("safetensors")
+    }
+    assert rows(folder) == rows(undisturbed)
+    shutil.rmtree(folder)
