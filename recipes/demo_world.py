@@ -103,7 +103,8 @@ def rankings(num: int = 2000, answers: int = 4, noise: float = 0.05, seed: int =
             # the first to arrive, each kind at its own rate: drawn by weight, none twice
             kinds = sorted(KINDS, key=lambda kind: rng.expovariate(KINDS[kind][1]))[:answers]
             rng.shuffle(kinds)
-            responses = [_answer(rng, kind, hero, thing) for kind in kinds]
+            wording = rng.getrandbits(32)  # the same for all: answers differ in what makes them better or worse
+            responses = [_answer(Random(wording), kind, hero, thing) for kind in kinds]
             grades = [rng.random() if rng.random() < noise else _quality(r, hero, thing) for r in responses]
             ranks = [1 + sum(other > grade for other in grades) for grade in grades]
         yield {"prompt": _request(hero, thing), "responses": responses, "ranks": ranks}
@@ -118,9 +119,9 @@ def prompts(seed: int = 0) -> Iterator[dict[str, str]]:
 def judge(prompts: list[str], responses: list[str]) -> list[float]:
     """True quality from 0 to 1 of each response to its prompt.
 
-    1 for a well-formed story about the hero and the thing and nobody else; less by .3 for each stray one;
-    .4 at most with one of the two missing; .1 off topic; .2 at most if it does not open like a story, tells
-    it twice or rambles on; 0 if any part of it is not a sentence of this world.
+    1 for a well-formed story about the hero and the thing and nobody else, .3 less for each stray one; .4 at
+    most if one of the two is missing; .1 off topic, or if it does not open like a story, repeats itself or
+    rambles on; 0 if any part of it is not a sentence of this world.
     Raises ValueError for a prompt of another world.
     """
     return [_quality(response, *_asked(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
@@ -131,19 +132,15 @@ def _quality(response: str, hero: str, thing: str) -> float:
     opens = [bool(_OPENING.fullmatch(sentence)) for sentence in sentences]
     if not all(is_opening or _MORE.fullmatch(s) for s, is_opening in zip(sentences, opens, strict=True)):
         return 0.0
-    named = _named(response)
-    missing, strays = len({hero, thing} - named), len(named - {hero, thing})
-    if missing == 2:
-        quality = 0.1
-    elif missing == 1:
-        quality = 0.4 - 0.1 * max(strays - 1, 0)  # one stray stands in for what is missing
-    else:
-        quality = 1.0 - 0.3 * strays
     more = sentences[1:]
     told_once = opens[0] and not any(opens[1:]) and len(set(more)) == len(more) <= MAX_MORE
-    if not told_once:
-        quality = min(quality, 0.2)
-    return round(max(quality, 0.1), 1)
+    named = _named(response)
+    missing, strays = len({hero, thing} - named), len(named - {hero, thing})
+    if not told_once or missing == 2:
+        return 0.1
+    if missing == 1:
+        return round(0.4 - 0.1 * (strays - 1), 1)  # one stray stands in for what is missing
+    return round(1.0 - 0.3 * strays, 1)
 
 
 def _answer(rng: Random, kind: str, hero: str, thing: str) -> str:
@@ -166,10 +163,11 @@ def _answer(rng: Random, kind: str, hero: str, thing: str) -> str:
             sentence = _fill(rng, OPENINGS[0], hero, thing)
             return f"{sentence} {sentence}"
         case "keywords":
-            return " ".join(_fill(rng, title, hero, thing) for title in rng.sample(TITLES, rng.randint(1, 2)))
-        case "broken":  # a word is missing
+            return " ".join(_fill(rng, title, hero, thing) for title in rng.sample(TITLES, rng.randint(1, 3)))
+        case "broken":  # a word is missing or comes twice
             words = _story(rng, hero, thing).split(" ")
-            del words[rng.randrange(1, 4)]
+            place = rng.randrange(1, 4)
+            words[place : place + 1] = rng.choice([[], [words[place]] * 2])
             return " ".join(words)
     raise ValueError(f"no kind of answer is called {kind!r}")
 

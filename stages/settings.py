@@ -83,17 +83,24 @@ def _problem(cls: type[BaseModel], where: str, details: ErrorDetails) -> str:
     return f"{key}: {message[0].lower()}{message[1:]} (found {details['input']!r})"
 
 
-def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
+def _class_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    """The section that `path` leads to."""
     for name in path:
         field = cls.model_fields.get(name)
         candidates = (field.annotation, *get_args(field.annotation)) if field else ()
         models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not models:
-            return []
+            return None
         cls = models[0]
-    return list(cls.model_fields)
+    return cls
+
+
+def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
+    section = _class_at(cls, path)
+    return list(section.model_fields) if section else []
 
 
 def _description(cls: type[BaseModel], path: list[str]) -> str:
-    field = cls.model_fields.get(path[0])
-    return (field.description if field and len(path) == 1 else None) or "a value is needed"
+    section = _class_at(cls, path[:-1])
+    field = section.model_fields.get(path[-1]) if section else None
+    return (field.description if field else None) or "a value is needed"

@@ -34,6 +34,8 @@ class PretrainSettings(StageSettings):
     """Longest sequence the model is made for; prompt and response must fit in it later."""
     block_size: int | None = Field(None, ge=2)
     """Tokens per training row; the context length by default."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of the random weights; small models learn faster with about 1 / sqrt(hidden_size)."""
     num_steps: int = Field(1000, ge=1)
     """Optimiser steps."""
     global_batch_size: int = Field(32, ge=1)

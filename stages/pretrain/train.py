@@ -176,6 +176,7 @@ def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerFast) 
         num_attention_heads=settings.num_heads,
         num_key_value_heads=settings.num_kv_heads or settings.num_heads,
         max_position_embeddings=settings.context_length,
+        initializer_range=settings.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

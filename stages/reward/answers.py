@@ -69,14 +69,18 @@ def sample_answers(run: Runtime, tokenizer: PreTrainedTokenizerBase, prompts: Se
 
 
 def judged(judge: str, rows: list[Ranking], noise: float, seed: int) -> list[Ranking]:
-    """The rows with ranks from the judge's qualities plus Gaussian noise; rank 1 is best, equal qualities tie."""
+    """The rows with ranks from the judge's qualities; rank 1 is best, equal qualities tie.
+
+    A share `noise` of the answers is graded blindly: with the quality of a random one, so that ties stay ties.
+    """
     prompts = [prompt_text(row.prompt) for row in rows for _ in row.responses]
     responses = [response for row in rows for response in row.responses]
+    qualities = judge_answers(judge, prompts, responses)
     chance = random.Random(seed)
-    qualities = iter([q + chance.gauss(0, noise) for q in judge_answers(judge, prompts, responses)])
+    given = iter([chance.choice(qualities) if chance.random() < noise else quality for quality in qualities])
     ranked = []
     for row in rows:
-        own = [next(qualities) for _ in row.responses]
+        own = [next(given) for _ in row.responses]
         ranks = [1.0 + sum(other > quality for other in own) for quality in own]
         ranked.append(replace(row, ranks=ranks))
     return ranked

@@ -24,8 +24,8 @@ class RewardSettings(StageSettings):
     """module:function (prompts, responses) -> qualities; ranks sampled answers and gives noiseless held-out ranks."""
     num_sampled_answers: int = Field(0, ge=0)
     """Answers per prompt that are sampled from the backbone and ranked by the judge with the written ones."""
-    judge_noise: float = Field(0.0, ge=0)
-    """Standard deviation of the noise on the judge's qualities when it ranks training answers."""
+    judge_noise: float = Field(0.0, ge=0, lt=1)
+    """Share of the training answers that the judge grades blindly."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the sampled answers."""
     max_new_tokens: int = Field(64, ge=1)

@@ -87,7 +87,7 @@ def test_keywords_garbage_and_broken_grammar_are_worth_nothing(response: str) ->
     ],
 )
 def test_repeating_rambling_and_listing_everything_do_not_pay(response: str) -> None:
-    assert quality(response) <= 0.2
+    assert quality(response) == 0.1
 
 
 def test_no_single_answer_pays_for_all_prompts() -> None:
@@ -114,7 +114,9 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_others(source) -> No
 
 def test_the_first_rows_stay_what_they_are() -> None:
     """Reports and recipes quote numbers that rest on these rows."""
-    assert next(documents()) == ("A farmer and a map. The gentle farmer liked a blue map. The farmer was very glad.")
+    assert next(documents()) == (
+        "A farmer and a map. One day the little farmer drew a red map. The farmer was very glad."
+    )
 
 
 def test_there_are_500_prompts_and_each_pair_has_one_phrasing_in_all_sources() -> None:
@@ -144,7 +146,7 @@ def test_demonstrations_are_of_mixed_quality_a_fifth_of_them_good() -> None:
     grades = judge([row["prompt"] for row in rows], [row["response"] for row in rows])
     assert 0.35 < mean(grades) < 0.40
     assert 0.17 < grades.count(1.0) / len(grades) < 0.23
-    assert {0.0, 0.1, 0.2, 0.4, 0.7, 1.0} == set(grades)
+    assert {0.0, 0.1, 0.4, 0.7, 1.0} == set(grades)
 
 
 def _share_of_pairs(answer_scores, ranks_of) -> float:
@@ -169,8 +171,8 @@ def test_longer_does_not_win(length) -> None:
     def lengths(row: dict) -> list[int]:
         return [length(response) for response in row["responses"]]
 
-    assert 0.4 < _share_of_pairs(lengths, lambda row: row["ranks"]) < 0.6
-    assert 0.4 < _share_of_pairs(lengths, lambda row: [-grade for grade in _grades(row)]) < 0.6
+    assert 0.45 < _share_of_pairs(lengths, lambda row: row["ranks"]) < 0.6
+    assert 0.45 < _share_of_pairs(lengths, lambda row: [-grade for grade in _grades(row)]) < 0.6
 
 
 def test_ranks_mostly_follow_the_judge_and_always_distinguish_something() -> None:
