@@ -12,8 +12,8 @@ import json
 import math
 import os
 import platform
+import re
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -97,31 +97,42 @@ def command_line_times() -> None:
         print(f"rlhf {' '.join(words)}: {cpu:.2f} s of CPU")
 
 
-def killed_run(folder: Path, undisturbed: Path) -> bool:
-    """Kill -9 once in the middle of each stage, run again; the weights must equal those of the undisturbed run."""
-    words = [*RLHF, "run", "demo", "--run-dir", str(folder)]
-    for stage in STAGES:
+def killed_run(seed: int, folder: Path, undisturbed: Path) -> bool:
+    """Kill -9 once in the middle of each stage and run again: each must resume from a checkpoint, and end with the
+    weights of the undisturbed run of the same seed."""
+    words = [*RLHF, "run", "demo", f"seed={seed}", "--run-dir", str(folder)]
+    killed: dict[str, tuple[int, int] | None] = {}
+    resumed: dict[str, str] = {}
+    for stage in (*STAGES, None):  # the last run goes through
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        while process.poll() is None:
-            time.sleep(0.05)
-            status = next(folder.glob(f"{stage}-*/status.json"), None)
-            told = json.loads(status.read_text()) if status else {"step": 0, "steps": 1}
-            if told["step"] >= told["steps"] / 2 > 0.5:
-                process.send_signal(signal.SIGKILL)
-                break
-        process.wait()
-        print(f"killed in {stage} at step {told['step']} of {told['steps']}")
-    again = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
-    print("\n".join(line for line in again.splitlines() if "resum" in line))
-    same = True
+        if stage:
+            killed[stage] = kill_midway(process, folder, stage)
+        said = process.communicate()[0]
+        resumed |= dict(re.findall(r"^(\w+): resuming from step (\d+)", said, re.MULTILINE))
+    good = True
     for stage in STAGES:
         ours, theirs = (
-            json.loads(next(f.glob(f"{stage}-*/manifest.json")).read_text())["files"]["model/model.safetensors"]
-            for f in (folder, undisturbed)
+            json.loads(manifest.read_text())["files"]["model/model.safetensors"] if manifest else None
+            for manifest in (next(run.glob(f"{stage}-*/manifest.json"), None) for run in (folder, undisturbed))
         )
-        print(f"{stage}: weights {'equal' if ours == theirs else 'DIFFER'} those of the undisturbed run")
-        same &= ours == theirs
-    return same
+        step, steps = killed[stage] or (None, None)
+        print(f"{stage}: killed at step {step} of {steps}, resumed from step {resumed.get(stage)}, weights ", end="")
+        print("equal" if ours == theirs else "DIFFER")
+        good &= step is not None and int(resumed.get(stage, 0)) > 0 and ours == theirs is not None
+    return good
+
+
+def kill_midway(process: subprocess.Popen[str], folder: Path, stage: str) -> tuple[int, int] | None:
+    """Kill a run when `stage` is half done; its step and number of steps, None if it ended before that."""
+    while process.poll() is None:
+        time.sleep(0.02)
+        for status in folder.glob(f"{stage}-*/status.json"):
+            told = json.loads(status.read_text())
+            if told["state"] == "running" and 0 < told["steps"] / 2 <= told["step"] < told["steps"]:
+                process.kill()
+                process.wait()
+                return None if (status.parent / "manifest.json").exists() else (told["step"], told["steps"])
+    return None
 
 
 def main() -> None:
@@ -135,7 +146,7 @@ def main() -> None:
         good = table(runs)
         command_line_times()
         if options.kill:
-            good &= killed_run(Path(name) / "killed", Path(name) / str(options.seeds[0]))
+            good &= killed_run(options.seeds[0], Path(name) / "killed", Path(name) / str(options.seeds[0]))
     sys.exit(0 if good else 1)
 
 

@@ -1,47 +1,28 @@
 """What `rlhf data check` tells about a source: what would be kept, what would be dropped and why."""
 
 import json
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
-from rlhf.data.errors import DataError
-from rlhf.data.rows import (
-    DUPLICATE,
-    Loaded,
-    Ranking,
-    load_demonstrations,
-    load_prompts,
-    load_rankings,
-    load_text,
-    prompt_key,
-)
+from rlhf.data.rows import DUPLICATE, Ranking, load, prompt_key
 from rlhf.data.sources import Source
 
-LOADERS: dict[str, Callable[[Source], Loaded[Any]]] = {
-    "text": load_text,
-    "demonstrations": load_demonstrations,
-    "preferences": load_rankings,
-    "prompts": load_prompts,
-}
 
-
-def check(source: Source, kind: str, max_dropped: float = 0.0) -> dict[str, Any]:
+def check(source: Source, kind: str) -> dict[str, Any]:
     """Counts for one source, as JSON. Unusable rows are counted and never raise.
 
     `kind` is text, demonstrations, preferences or prompts. `pairs` counts better/worse pairs over all
     rankings, `ties` the unordered equal ones, those of dropped rankings too. Raises DataError for a source
     that cannot be read at all.
     """
-    if kind not in LOADERS:
-        raise DataError(f"no kind of rows called {kind!r}; choose from {', '.join(LOADERS)}")
-    loaded = LOADERS[kind](source)
+    loaded = load(source, kind)
     report = loaded.report
     better, equal = _count_pairs(loaded.rows) if kind == "preferences" else (0, 0)
     repeated = report.dropped.get(DUPLICATE)
     warnings = list(report.warnings)
     if report.kept == 0:
         warnings.append("nothing usable is left; row {}: {}".format(*report.first_bad()))
-    elif report.bad / report.rows > max_dropped:
+    elif report.bad:
         warnings.append(f"{report.bad} of {report.rows} rows are unusable; a run refuses unless max_dropped allows it")
     return {
         "kind": kind,

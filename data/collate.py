@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.data.errors import DataError
 from rlhf.data.tokens import Encoded
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -40,6 +41,19 @@ def labels(batch: Sequence[Encoded]) -> Tensor:
     """
     hidden = [[IGNORED] * row.prompt_length + row.input_ids[row.prompt_length :] for row in batch]
     return pad_right(hidden, IGNORED)[0]
+
+
+def blocks(tokens: Sequence[int], length: int, where: str) -> Tensor:
+    """Rows [N, length + 1] that overlap by one token, so that each token but the first is predicted once.
+
+    Raises DataError, naming `where`, when the tokens do not fill one row.
+    """
+    if len(tokens) < length + 1:
+        raise DataError(
+            f"{where}: the text gives {len(tokens)} tokens, but a block needs {length + 1}; "
+            "use more text or smaller blocks"
+        )
+    return torch.tensor(tokens).unfold(0, length + 1, length)
 
 
 def batch_indices(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:

@@ -8,6 +8,7 @@ from rlhf.data.sources import describe
 Messages = list[dict[str, str]]  # [{"role": …, "content": …}, …]
 
 ROLES = ("system", "user", "assistant", "tool")
+ANSWER_MARKER = "\n\nAssistant:"  # begins an answer in transcripts such as Anthropic's HH
 
 
 class Unusable(Exception):
@@ -87,6 +88,19 @@ def as_conversation(value: Any, name: str) -> tuple[Messages, str]:
         raise Unusable(f"{name} is {describe(value)}, not a list of messages")
     response = _last_turn(value, name)
     return awaiting_answer(as_messages(value[:-1], name)), response
+
+
+def as_transcript(value: Any, name: str) -> tuple[Messages, str]:
+    """A Human/Assistant transcript split at its last answer: (prompt, response), which joined are the transcript.
+
+    At the last one, since earlier answers belong to the prompt. The prompt stays one text, markers and all.
+    """
+    before, marker, response = as_text(value, name, empty="empty response").rpartition(ANSWER_MARKER)
+    if not marker:
+        cure = r"""; add a column 'prompt', or write "\n\nHuman:" and "\n\nAssistant:" before the turns"""
+        raise Unusable(f"{name} is text without a prompt", cure)
+    as_text(before, name, empty="empty prompt")
+    return as_prompt(before + marker), as_text(response, name, empty="empty response")
 
 
 def as_response(value: Any, name: str, prompt: Messages) -> str:

@@ -1,7 +1,7 @@
 """Rows become text, demonstrations, rankings and prompts; unusable ones are counted, never lost unseen."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from rlhf.data.messages import (
     as_prompt,
     as_response,
     as_text,
+    as_transcript,
     awaiting_answer,
     prompt_key,
     prompt_text,
@@ -27,10 +28,7 @@ __all__ = [
     "Messages",
     "Ranking",
     "Report",
-    "load_demonstrations",
-    "load_prompts",
-    "load_rankings",
-    "load_text",
+    "load",
     "prompt_key",
     "prompt_text",
     "read_demonstrations",
@@ -47,9 +45,22 @@ NEEDS = {
     "preferences": "prompt, chosen and rejected, or prompt, responses and ranks (1 is best)",
     "prompts": "prompt, or messages that end with a user turn",
 }
+# What a source's `map` can name.
+COLUMNS = (
+    "text",
+    "prompt",
+    "messages",
+    "response",
+    "completion",
+    "chosen",
+    "rejected",
+    "responses",
+    "completions",
+    "ranks",
+)
 FIRST_FEW = 5  # row numbers kept for each reason
 # Left out without counting as bad data: such a row carries nothing that is not read elsewhere.
-BLANK, DUPLICATE = "blank text", "duplicate prompt"
+BLANK, DUPLICATE, TIED = HARMLESS = "blank text", "duplicate prompt", "all answers tied"
 
 
 @dataclass(frozen=True)
@@ -95,12 +106,12 @@ class Report:
     @property
     def bad(self) -> int:
         """Dropped rows that count against `max_dropped`."""
-        return sum(drop.count for reason, drop in self.dropped.items() if reason not in (BLANK, DUPLICATE))
+        return sum(drop.count for reason, drop in self.dropped.items() if reason not in HARMLESS)
 
     def first_bad(self) -> tuple[int, str]:
         """The first unusable row and what is wrong with it; a harmless one only if there is no other."""
-        harmless = (BLANK, DUPLICATE) if self.bad else ()
-        drops = {reason: drop for reason, drop in self.dropped.items() if reason not in harmless}
+        passed = HARMLESS if self.bad else ()
+        drops = {reason: drop for reason, drop in self.dropped.items() if reason not in passed}
         reason, drop = min(drops.items(), key=lambda item: item[1].rows[0])
         return drop.rows[0], reason + drop.detail
 
@@ -132,74 +143,93 @@ class Loaded(Generic[T]):
 
 def read_text(source: Source, max_dropped: float = 0.0) -> Loaded[str]:
     """Documents. A .txt or .md file is one; blank ones are left out."""
-    return _enough(load_text(source), source, max_dropped)
+    return _enough(load(source, "text"), source, max_dropped)
 
 
 def read_demonstrations(source: Source, max_dropped: float = 0.0) -> Loaded[Demonstration]:
     """Prompts with a response. Raises DataError if more than the share `max_dropped` of rows is unusable."""
-    return _enough(load_demonstrations(source), source, max_dropped)
+    return _enough(load(source, "demonstrations"), source, max_dropped)
 
 
-def read_rankings(source: Source, max_dropped: float = 0.0) -> Loaded[Ranking]:
-    """Prompts with ranked responses. Raises DataError if more than `max_dropped` of rows is unusable."""
-    return _enough(load_rankings(source), source, max_dropped)
+def read_rankings(source: Source, max_dropped: float = 0.0, keep_ties: bool = False) -> Loaded[Ranking]:
+    """Prompts with ranked responses; a chosen/rejected pair has ranks 1 and 2.
+
+    Rankings whose answers are all tied are counted and left out, which is no fault of the data, unless
+    `keep_ties`, for a loss that learns from ties.
+    """
+    return _enough(load(source, "preferences", keep_ties), source, max_dropped)
 
 
 def read_prompts(source: Source, max_dropped: float = 0.0) -> Loaded[Messages]:
     """Prompts, each once; of demonstrations and rankings only the prompt is used."""
-    return _enough(load_prompts(source), source, max_dropped)
+    return _enough(load(source, "prompts"), source, max_dropped)
 
 
-def load_text(source: Source) -> Loaded[str]:
-    """Like `read_text`, however many rows are unusable."""
-    return _load(source, "text", lambda row: _parse_text(row, source.column))
+def load(source: Source, kind: str, keep_ties: bool = False) -> Loaded[Any]:
+    """Rows of one kind (text, demonstrations, preferences, prompts), however many rows are unusable.
 
-
-def load_demonstrations(source: Source) -> Loaded[Demonstration]:
-    """Like `read_demonstrations`, however many rows are unusable."""
-    return _load(source, "demonstrations", _parse_demonstration)
-
-
-def load_rankings(source: Source) -> Loaded[Ranking]:
-    """Like `read_rankings`, however many rows are unusable."""
-    return _load(source, "preferences", _parse_ranking)
-
-
-def load_prompts(source: Source) -> Loaded[Messages]:
-    """Like `read_prompts`, however many rows are unusable."""
-    seen: set[str] = set()
-
-    def parse_once(row: Row) -> tuple[str, Messages]:
-        shape, prompt = _parse_prompt(row)
-        key = prompt_key(prompt)
-        if key in seen:
-            raise Unusable(DUPLICATE)
-        seen.add(key)
-        return shape, prompt
-
-    return _load(source, "prompts", parse_once)
-
-
-def _load(source: Source, kind: str, parse: Callable[[Row], tuple[str, T]]) -> Loaded[T]:
-    rows: list[T] = []
+    Raises DataError for a source that cannot be read at all.
+    """
+    if kind not in PARSERS:
+        raise DataError(f"no kind of rows called {kind!r}; choose from {', '.join(PARSERS)}")
+    rows: list[Any] = []
     report = Report(kind)
     shapes: dict[str, None] = {}  # in the order met
+    columns: dict[str, None] = {}
+    seen: set[str] = set()
     for number, raw in read_rows(source):
         report.rows += 1
+        columns |= dict.fromkeys(raw) if isinstance(raw, dict) else {}
         try:
             if isinstance(raw, Unreadable):
                 raise Unusable(raw.reason, raw.detail)
-            shape, row = parse(raw)
+            shape, row = PARSERS[kind](_mapped(raw, source), source)
+            if kind == "prompts":
+                _refuse_repeat(row, seen)
+            elif kind == "preferences" and not keep_ties:
+                _refuse_tie(row)
         except Unusable as unusable:
             report.drop(number, unusable)
         else:
             shapes[shape] = None
             rows.append(row)
+    _check_map(source, columns)
     report.kept = len(rows)
     report.format = "; ".join(shapes)
     if len(shapes) > 1:
         report.warnings.append(f"rows of {len(shapes)} shapes in one source: {report.format}")
     return Loaded(rows, report)
+
+
+def _refuse_repeat(prompt: Messages, seen: set[str]) -> None:
+    key = prompt_key(prompt)
+    if key in seen:
+        raise Unusable(DUPLICATE)
+    seen.add(key)
+
+
+def _refuse_tie(ranking: Ranking) -> None:
+    if len(set(ranking.ranks)) == 1:
+        raise Unusable(TIED, ties=math.comb(len(ranking.ranks), 2))
+
+
+def _check_map(source: Source, columns: dict[str, None]) -> None:
+    """Refuse a map with a name that is not ours, or with a column that is in none of the rows."""
+    for name, column in source.map.items():
+        if name not in COLUMNS:
+            raise DataError(f"{source.path}: map: no column of ours is called {name!r}; there are {', '.join(COLUMNS)}")
+        if column not in columns:
+            raise DataError(f"{source.path}: map: no column {column!r} to read as {name}{_found(columns)}")
+
+
+def _mapped(row: Row, source: Source) -> Row:
+    """The row with the columns that the source's `map` names under our names too."""
+    if not source.map or not isinstance(row, dict):
+        return row
+    for name, column in source.map.items():
+        if column not in row:
+            raise Unusable(f"no column {column!r} to read as {name}", _found(row))
+    return row | {name: row[column] for name, column in source.map.items()}
 
 
 def _enough(loaded: Loaded[T], source: Source, max_dropped: float) -> Loaded[T]:
@@ -208,7 +238,7 @@ def _enough(loaded: Loaded[T], source: Source, max_dropped: float) -> Loaded[T]:
     if loaded.rows and report.bad / report.rows <= max_dropped:
         return loaded
     row, why = report.first_bad()
-    found = f"{locate(source, row)}: {why}; {report.kind} need {NEEDS[report.kind]}"
+    found = f"{locate(source, row)}: {why}; {report.kind} need {NEEDS[report.kind]}, so named or through map"
     if not loaded.rows:
         raise DataError(f"{found}. Nothing usable is left: {report.summary()}")
     share = math.ceil(100 * report.bad / report.rows) / 100
@@ -218,43 +248,44 @@ def _enough(loaded: Loaded[T], source: Source, max_dropped: float) -> Loaded[T]:
 # -- one row: each returns (the shape it has, what it means) or raises Unusable ----------------------------
 
 
-def _parse_text(row: Row, column: str) -> tuple[str, str]:
+def _parse_text(row: Row, source: Source) -> tuple[str, str]:
     if isinstance(row, str):
         return "text", as_text(row, "the row", empty=BLANK)
+    column = source.column
     columns = _columns(row)
     if column not in columns:
         raise Unusable(f"no column {column!r}", _found(columns))
     return column, as_text(columns[column], column, empty=BLANK)
 
 
-def _parse_prompt(row: Row) -> tuple[str, Messages]:
+def _parse_prompt(row: Row, source: Source) -> tuple[str, Messages]:
     if isinstance(row, str):
         return "text", as_prompt(row)
     columns = _columns(row)
-    if "prompt" in columns:
-        return "prompt", as_prompt(columns["prompt"])
-    if "messages" in columns:
+    if _prefers_messages(columns):
         messages = as_messages(columns["messages"], "messages")
         if len(messages) > 1 and messages[-1]["role"] == "assistant":  # a demonstration: its prompt
             messages = messages[:-1]
         return "messages", awaiting_answer(messages)
-    if isinstance(columns.get("chosen"), list):
-        return "chosen, rejected", as_conversation(columns["chosen"], "chosen")[0]
+    if "prompt" in columns:
+        return "prompt", as_prompt(columns["prompt"])
+    if "chosen" in columns:
+        return "chosen, rejected", _answered(columns["chosen"], "chosen")[0]
     raise Unusable("no prompt", _found(columns))
 
 
-def _parse_demonstration(row: Row) -> tuple[str, Demonstration]:
+def _parse_demonstration(row: Row, source: Source) -> tuple[str, Demonstration]:
     columns = _columns(row)
+    if _prefers_messages(columns):
+        return "messages", Demonstration(*as_conversation(columns["messages"], "messages"))
     if "prompt" in columns:
         name = "response" if "response" in columns else "completion"
         prompt = as_prompt(columns["prompt"])
         return f"prompt, {name}", Demonstration(prompt, _response(columns, name, prompt))
-    if "messages" in columns:
-        return "messages", Demonstration(*as_conversation(columns["messages"], "messages"))
     raise Unusable("no prompt", _found(columns))
 
 
-def _parse_ranking(row: Row) -> tuple[str, Ranking]:
+def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
     columns = _columns(row)
     ranks = [1.0, 2.0]
     if "ranks" in columns and "prompt" in columns:
@@ -266,10 +297,10 @@ def _parse_ranking(row: Row) -> tuple[str, Ranking]:
         shape = "prompt, chosen, rejected"
         prompt = as_prompt(columns["prompt"])
         responses = [_response(columns, name, prompt) for name in ("chosen", "rejected")]
-    elif isinstance(columns.get("chosen"), list) and isinstance(columns.get("rejected"), list):
+    elif "chosen" in columns and "rejected" in columns:
         shape = "chosen, rejected"
-        prompt, chosen = as_conversation(columns["chosen"], "chosen")
-        other, rejected = as_conversation(columns["rejected"], "rejected")
+        prompt, chosen = _answered(columns["chosen"], "chosen")
+        other, rejected = _answered(columns["rejected"], "rejected")
         if prompt_key(prompt) != prompt_key(other):
             raise Unusable("chosen and rejected answer different prompts")
         responses = [chosen, rejected]
@@ -277,6 +308,27 @@ def _parse_ranking(row: Row) -> tuple[str, Ranking]:
         raise Unusable("no prompt", _found(columns))
     _check_ranks(responses, ranks)
     return shape, Ranking(prompt, responses, ranks)
+
+
+PARSERS: dict[str, Callable[[Row, Source], tuple[str, Any]]] = {
+    "text": _parse_text,
+    "demonstrations": _parse_demonstration,
+    "preferences": _parse_ranking,
+    "prompts": _parse_prompt,
+}
+
+
+def _prefers_messages(columns: dict[str, Any]) -> bool:
+    """Whether the messages tell more than the prompt beside them (ultrachat_200k: its first user turn)."""
+    if "prompt" not in columns:
+        return "messages" in columns
+    answers = (columns.get("response"), columns.get("completion"))
+    return columns.get("messages") is not None and answers == (None, None)
+
+
+def _answered(value: Any, name: str) -> tuple[Messages, str]:
+    """(prompt, response) of an answer that brings its prompt along, as messages or as a transcript."""
+    return as_transcript(value, name) if isinstance(value, str) else as_conversation(value, name)
 
 
 def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[str], list[float]]:
@@ -294,13 +346,13 @@ def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[
 
 
 def _check_ranks(responses: list[str], ranks: list[float]) -> None:
-    """Refuse what teaches nothing (all tied) and what contradicts itself (one text at two ranks)."""
+    """Refuse what contradicts itself (one text at two ranks) and what has nothing to compare."""
     rank_of: dict[str, float] = {}
     for response, rank in zip(responses, ranks, strict=True):
         if rank_of.setdefault(response.strip(), rank) != rank:
             raise Unusable("identical answers", f" at different ranks: {response.strip()[:40]!r}")
-    if len(set(ranks)) == 1:
-        raise Unusable("all answers tied", ties=math.comb(len(ranks), 2))
+    if len(rank_of) == 1:
+        raise Unusable("identical answers", f": {responses[0].strip()[:40]!r}")
 
 
 def _columns(row: Row) -> dict[str, Any]:
@@ -315,5 +367,5 @@ def _response(columns: dict[str, Any], name: str, prompt: Messages) -> str:
     return as_response(columns[name], name, prompt)
 
 
-def _found(columns: dict[str, Any]) -> str:
+def _found(columns: Iterable[str]) -> str:
     return f" (columns found: {', '.join(map(str, columns)) or 'none'})"

@@ -16,6 +16,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,9 +52,12 @@ class Source(BaseModel):
     split: str = "train"
     """Split of a hub data set."""
     revision: str | None = None
-    """Branch, tag or commit of a hub data set."""
+    """Branch, tag or commit of a hub data set. Without it the id is taken at its word: a repository that changes
+    later still counts as the same data."""
     column: str = "text"
     """The column that holds the text, where rows of text are wanted."""
+    map: dict[str, str] = {}
+    """Names of the columns, where they differ from ours: `{prompt: question, response: answer}`."""
     options: dict[str, Any] = {}
     """Keyword arguments of a `package.module:function`."""
 
@@ -95,8 +99,11 @@ def locate(source: Source, row: int) -> str:
 
 
 def digest(source: Source) -> str:
-    """sha256 of what would be read: contents and the options that select them, never the path itself."""
-    sha = hashlib.sha256(f"column:{source.column}\n".encode())
+    """sha256 of what would be read: contents and the options that select them, never the path itself.
+
+    Of a hub id only what names it (no network): without a revision, a later change there goes unnoticed.
+    """
+    sha = hashlib.sha256(f"column:{source.column}\nmap:{json.dumps(source.map, sort_keys=True)}\n".encode())
     kind = _kind(source)
     if kind == "file":
         _hash_file(sha, source.local, name="".join(_suffixes(source.local)))
@@ -109,6 +116,15 @@ def digest(source: Source) -> str:
     else:
         sha.update(f"hub:{source.path}@{source.revision}:{source.name}:{source.split}".encode())
     return sha.hexdigest()
+
+
+def local_hint(path: str) -> str:
+    """What to add when an id `owner/name` cannot be loaded while a folder `owner` lies here; else nothing."""
+    folder, _, name = path.partition("/")
+    if not name or not Path(folder).is_dir():
+        return ""
+    near = get_close_matches(name, os.listdir(folder), n=1)
+    return f"; the folder {folder}/ here has no {name!r}" + (f", did you mean {folder}/{near[0]}?" if near else "")
 
 
 def load_function(reference: str) -> Callable[..., Any]:
@@ -185,7 +201,8 @@ def _hub_rows(source: Source) -> Iterator[tuple[int, Row]]:
         rows = load_dataset(source.path, source.name, split=source.split, revision=source.revision)
     except Exception as error:  # datasets raises a dozen kinds: not found, no such split, no network …
         raise DataError(
-            f"{source.path}: neither a local file or folder nor loadable from the hub (split {source.split!r}): {error}"
+            f"{source.path}: neither a local file or folder nor loadable from the hub (split {source.split!r})"
+            f"{local_hint(source.path)}: {error}"
         ) from error
     yield from enumerate(rows, 1)
 

@@ -7,6 +7,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def train_and_eval(
+    rows: Iterable[T], eval_rows: Iterable[T] | None, key: Callable[[T], str], eval_share: float
+) -> tuple[list[T], list[T], int]:
+    """(train, eval, rows removed from train): no prompt, as `key` gives it, is on both sides.
+
+    Without evaluation rows of its own a source is split; with them it loses the rows whose prompt they hold.
+    """
+    if eval_rows is None:
+        return *split_by_prompt(rows, key, eval_share), 0
+    evaluation = list(eval_rows)
+    train, num_removed = without(rows, evaluation, key)
+    return train, evaluation, num_removed
+
+
 def split_by_prompt(rows: Iterable[T], key: Callable[[T], str], eval_share: float) -> tuple[list[T], list[T]]:
     """Split rows into (train, eval) by a hash of `key(row)`, keeping their order.
 

@@ -2,6 +2,9 @@
 
 Prompt and response are tokenised apart and joined as ids. Joined as text first, a tokenizer would merge
 letters across the border, and the same prompt would have other ids in SFT than in PPO.
+
+Text stays text: a special token that rows spell out ("<|endoftext|>") becomes the ids of its letters. Only the
+chat template, and this file where an answer or document ends, write special tokens.
 """
 
 from collections.abc import Iterable
@@ -55,7 +58,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Messages, max_length: int | None
     Longer than `max_length`, it loses tokens on the left, since the question is usually at the end.
     Raises DataError with the text of the row where the chat template refuses it.
     """
-    ids = _prompt_ids(tokenizer, _render(tokenizer, prompt))
+    _render(tokenizer, prompt)  # refuses what would lose text
+    ids = _prompt_ids(tokenizer, prompt)
     return ids if max_length is None else _cut_left(tokenizer, ids, max_length)
 
 
@@ -71,7 +75,7 @@ def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_le
     """
     rendered = _render(tokenizer, prompt)
     response_ids = _response_ids(tokenizer, prompt, rendered, response)
-    prompt_ids = _prompt_ids(tokenizer, rendered)
+    prompt_ids = _prompt_ids(tokenizer, prompt)
     room = max_length - len(response_ids)
     if room < 1 + (prompt_ids[:1] == [tokenizer.bos_token_id]):
         return None
@@ -84,18 +88,22 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> list[int]:
     ids: list[int] = []
     texts = iter(texts)
     while some := list(islice(texts, 1000)):
-        for document in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
+        for document in _text_ids(tokenizer, some):
             ids += document
             ids.append(tokenizer.eos_token_id)
     return ids
 
 
+def _apply(tokenizer: Tokenizer, messages: Messages, **how: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **how)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise DataError(f"the chat template refuses the conversation {_excerpt(messages)}: {error}") from error
+
+
 def _render(tokenizer: Tokenizer, prompt: Messages) -> str:
     """The prompt as the chat template writes it, up to where the answer begins."""
-    try:
-        text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"the chat template refuses the conversation {_excerpt(prompt)}: {error}") from error
+    text: str = _apply(tokenizer, prompt, tokenize=False, add_generation_prompt=True)
     for message in prompt:
         if message["role"] == "system" and message["content"].strip() not in text:
             raise DataError(
@@ -105,8 +113,10 @@ def _render(tokenizer: Tokenizer, prompt: Messages) -> str:
     return text
 
 
-def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+def _prompt_ids(tokenizer: Tokenizer, prompt: Messages) -> list[int]:
+    ids: list[int] = _apply(
+        tokenizer, prompt, add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True
+    )
     bos = tokenizer.bos_token_id
     if bos is None:
         return ids
@@ -117,9 +127,18 @@ def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _response_ids(tokenizer: Tokenizer, prompt: Messages, rendered: str, response: str) -> list[int]:
-    text = _lead(tokenizer, prompt, rendered) + response
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    lead = _lead(tokenizer, prompt, rendered)
+    lead_ids: list[int] = tokenizer(lead, add_special_tokens=False)["input_ids"] if lead else []
+    if lead and lead_ids != _text_ids(tokenizer, lead):  # a role token, where the generation prompt lacks it
+        ids = lead_ids + _text_ids(tokenizer, response)
+    else:  # a space, say, which belongs to the first word
+        ids = _text_ids(tokenizer, lead + response)
     return [*ids, tokenizer.eos_token_id]
+
+
+def _text_ids(tokenizer: Tokenizer, text: str | list[str]) -> Any:
+    """Ids of plain text, or of each of several."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def _lead(tokenizer: Tokenizer, prompt: Messages, rendered: str) -> str:
@@ -129,11 +148,7 @@ def _lead(tokenizer: Tokenizer, prompt: Messages, rendered: str) -> str:
     they write a past answer (thinking models) have no such text.
     """
     stand_in = "RESPONSE"
-    answered = [*prompt, {"role": "assistant", "content": stand_in}]
-    try:
-        text: str = tokenizer.apply_chat_template(answered, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"the chat template refuses an answer to {_excerpt(prompt)}: {error}") from error
+    text: str = _apply(tokenizer, [*prompt, {"role": "assistant", "content": stand_in}], tokenize=False)
     if not text.startswith(rendered):
         return ""
     lead, found, _ = text[len(rendered) :].partition(stand_in)

@@ -11,7 +11,6 @@ from markupsafe import Markup
 
 MAX_POINTS = 200  # per line; longer runs show the mean of neighbouring steps
 VARIABLES = ("muted", "grid", "one", "two", "three")  # of the page's CSS
-NOT_CURVES = {"step", "steps", "epoch", "iteration", "episodes", "seconds", "time", "tokens"}
 
 Line = list[tuple[float, float]]
 """Step and value, in order of steps."""
@@ -19,7 +18,7 @@ Line = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """Metrics that share an axis, and a final metric drawn as a level to compare with."""
+    """Metrics that share an axis, and a metric of what came before, drawn as a level to compare with."""
 
     title: str
     metrics: tuple[str, ...]
@@ -31,14 +30,15 @@ CHARTS = {
     "pretrain": [Chart("Loss, nats per token", ("loss", "val_loss"), "guessing_loss", "guessing")],
     "sft": [Chart("Loss, nats per token", ("loss", "eval_loss"), "base_eval_loss", "base model")],
     "reward": [
-        Chart("Ranking loss", ("loss", "eval_loss")),
+        Chart("Ranking loss", ("loss",)),
         Chart("Held-out ranking accuracy", ("accuracy",), "longer_wins_accuracy", "longer wins"),
     ],
+    # The names of an evaluation on held-out prompts begin with eval_; the others are of the training episodes.
     "ppo": [
-        Chart("Score", ("score",), "sft_score", "SFT"),
-        Chart("True quality", ("true_quality",), "sft_true_quality", "SFT"),
-        Chart("KL from SFT, nats per response", ("kl",)),
-        Chart("Share of answers that come to an end", ("eos_share",), "sft_eos_share", "SFT"),
+        Chart("True quality", ("eval_true_quality",), "sft_true_quality", "SFT"),
+        Chart("Score", ("score", "eval_score"), "sft_score", "SFT"),
+        Chart("KL from SFT, nats per response", ("kl", "eval_kl")),
+        Chart("Share of answers that come to an end", ("eos_share", "eval_eos_share"), "sft_eos_share", "SFT"),
     ],
 }
 
@@ -46,20 +46,26 @@ CHARTS = {
 def draw_charts(stage: str, rows: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """`charts`: the known ones; `more_charts`: every other number that was logged, one each.
 
-    `rows` are those of metrics.jsonl, `final` the stage's final metrics.
+    `rows` are those of metrics.jsonl, `final` the stage's final metrics: levels come from there, or from the rows
+    of a stage that is not finished.
     """
     curves: dict[str, dict[float, float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in NOT_CURVES and isinstance(value, int | float) and math.isfinite(value):
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
                 # A resumed stage logs some steps again: the later row is the one that counts.
                 curves.setdefault(name, {})[row["step"]] = value
+    for name in [name for name in curves if name.startswith("eval_")]:
+        if sft := curves.get(name.replace("eval_", "eval_sft_", 1)):  # PPO starts as the SFT model
+            curves[name].setdefault(0, next(iter(sft.values())))
+    levels = {name.removeprefix("eval_"): list(curve.values())[-1] for name, curve in curves.items()} | final
     known = {metric for chart in CHARTS[stage] for metric in chart.metrics}
+    known |= {name for name in curves if name.startswith("eval_sft_")}  # levels, not curves
     others = [Chart(name.replace("_", " "), (name,)) for name in sorted(curves) if name not in known]
 
     def draw(chart: Chart) -> dict[str, Any]:
         lines = {name: _thin(sorted(curves[name].items())) for name in chart.metrics if name in curves}
-        level = final.get(chart.level or "")
+        level = levels.get(chart.level or "")
         return {
             "spec": chart,
             "level": level,
@@ -122,6 +128,10 @@ def _svg(lines: list[Line], level: float | None, salt: str) -> Markup:
         if level is not None:
             axes.axhline(level, color=muted, linewidth=1.3, linestyle=(0, (1.5, 2)))
         axes.margins(x=0.02, y=0.08)
+        if all(0 <= y <= 1 for line in lines for _, y in line):  # a share: nothing lies above 1
+            axes.set_ylim(top=min(axes.get_ylim()[1], 1.002))
+        right = axes.get_xlim()[1]
+        axes.set_xlim(-0.02 * right, right)  # all charts of a stage begin at step 0
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
         axes.yaxis.set_major_locator(ticker.MaxNLocator(5))
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.data.errors import RefusedError, SettingsError
-from rlhf.pipeline.errors import RunFailed, RunStopped
+from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
 
 if TYPE_CHECKING:
     from rlhf.pipeline.plan import Scope
@@ -49,6 +49,12 @@ ForceOption = Annotated[
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+# `python -m MODULE`, with errors shown as one line
+_WITHOUT_TRACEBACK = (
+    "import runpy, sys; sys.tracebacklimit = 0; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 @app.callback()
@@ -143,7 +149,7 @@ def data_check(
     kind: Annotated[str, typer.Option("--as", metavar="KIND", help="text, demonstrations, preferences or prompts.")],
     mapping: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="NAME=COLUMN", help="Which column holds NAME; text=COLUMN."),
+        typer.Option("--map", metavar="NAME=COLUMN", help="Which column holds NAME: prompt=question (repeatable)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -153,13 +159,14 @@ def data_check(
     from rlhf.data.check import check
     from rlhf.data.sources import Source
 
-    options: dict[str, Any] = {}
+    columns: dict[str, str] = {}
     for pair in mapping or ():
         name, _, column = pair.partition("=")
-        if name != "text" or kind != "text" or not column:
-            raise SettingsError(f"--map {pair}: only text=COLUMN can be mapped, with --as text")
-        options["column"] = column
-    found = check(Source(path=path, **options), kind)
+        if not name or not column:
+            raise SettingsError(f"--map {pair}: write NAME=COLUMN, for example --map prompt=question")
+        columns[name] = column
+    text: dict[str, Any] = {"column": columns.pop("text")} if kind == "text" and "text" in columns else {}
+    found = check(Source(path=path, map=columns, **text), kind)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return
@@ -179,7 +186,7 @@ def evaluate(run_dir: RunArgument) -> None:
     artifact = newest_sealed("ppo", run_dir)
     if artifact is None:
         raise SettingsError(f"{run_dir}: no finished ppo stage here; `rlhf status {run_dir}` shows how far it is")
-    _become("rlhf.stages.ppo.evaluate", str(artifact.folder))
+    _become("rlhf.stages.ppo.evaluate", [str(artifact.folder)])
 
 
 @app.command()
@@ -195,9 +202,19 @@ def report(run_dir: RunArgument) -> None:
 @app.command()
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or hub id.")],
+    temperature: Annotated[float, typer.Option(help="Above 0; lower is more predictable.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    multi_turn: Annotated[bool, typer.Option("--multi-turn", help="Let the model see the earlier turns.")] = False,
+    seed: Annotated[int | None, typer.Option(help="For the same answers again.", show_default=False)] = None,
 ) -> None:
-    """Talk to a model."""
-    _become("rlhf.stages.chat", model)
+    """Talk to a model, line by line.
+
+    Lines are typed, until ctrl-d, or piped in. Each opens a new conversation unless --multi-turn is given.
+    """
+    options = ["--temperature", str(temperature), "--max-new-tokens", str(max_new_tokens)]
+    options += ["--multi-turn"] if multi_turn else []
+    options += ["--seed", str(seed)] if seed is not None else []
+    _become("rlhf.stages.chat", [model, *options])
 
 
 def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: "Scope") -> None:
@@ -218,10 +235,11 @@ def _default_run_dir(recipe: str) -> Path:
     return Path("runs") / recipe_name(recipe)
 
 
-def _become(module: str, argument: str) -> None:
+def _become(module: str, arguments: list[str]) -> None:
     """Turn into a process that may import torch; its exit code and its Ctrl-C are its own."""
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, argument])
+    start = ["-m", module] if os.environ.get(DEBUG) else ["-c", _WITHOUT_TRACEBACK, module]
+    os.execv(sys.executable, [sys.executable, *start, *arguments])
 
 
 def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
@@ -258,7 +276,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 refused, 130/143 stopped by a signal."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
+    if "--debug" in words:
+        os.environ[DEBUG] = "1"
     words = [word for word in words if word != "--debug"]
     try:
         app(words)
@@ -270,17 +289,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("stopped; run again to resume", file=sys.stderr)
         raise
     except RefusedError as error:
-        _show(error, str(error), debug)
+        _show(error, str(error))
         sys.exit(2)
     except RunFailed as error:
-        _show(error, str(error), debug)
+        _show(error, str(error))
         sys.exit(1)
     except Exception as error:
-        _show(error, f"{type(error).__name__}: {error} (--debug shows where)", debug)
+        _show(error, f"{type(error).__name__}: {error} (--debug shows where)")
         sys.exit(1)
 
 
-def _show(error: Exception, message: str, debug: bool) -> None:
-    if debug:
+def _show(error: Exception, message: str) -> None:
+    if os.environ.get(DEBUG):
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr)

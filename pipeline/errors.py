@@ -1,5 +1,8 @@
 """How a run that was not refused can end other than well; the command line makes exit codes of it."""
 
+DEBUG = "RLHF_DEBUG"
+"""Set in the environment: tracebacks are shown, in this process and in those of the stages. `--debug` sets it."""
+
 
 class RunFailed(RuntimeError):
     """Something broke during the run; finished work is kept, running again resumes. Exit code 1."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,7 +109,7 @@ def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sco
         return Step(stage, "run", f"its input {inputs} will be new", settings)
     settings, identity = _choose_attempt(settings, run_dir, force=stage in scope.force)
     artifact = Artifact(run_dir / identity.folder_name)
-    if artifact.sealed:
+    if _holds(artifact, identity):
         return Step(stage, "reuse", "finished; nothing it depends on changed", settings, artifact.folder, identity)
     if artifact.folder.exists():
         return Step(stage, "resume", _how_far(artifact.folder), settings, artifact.folder, identity)
@@ -170,6 +170,19 @@ def _sealed(stage: str, run_dir: Path) -> list[Artifact]:
     return [a for a in map(Artifact, sorted(run_dir.glob(f"{stage}-*"))) if a.sealed]
 
 
+def _holds(artifact: Artifact, identity: Identity) -> bool:
+    """Whether it is sealed with this identity's result; its name holds only part of the key."""
+    if not artifact.sealed:
+        return False
+    found = artifact.manifest.get("key")
+    if found != identity.key:
+        raise SettingsError(
+            f"{artifact.folder}: its manifest.json has the key {found}, but a folder of this name stands for "
+            f"{identity.key} (was it copied or renamed?); move it out of the run folder and run again"
+        )
+    return True
+
+
 def _outside(stage: str, settings: StageSettings, run_dir: Path, made: Made, scope: Scope) -> Step:
     """A stage that is not to be run: its result if there is one; before --from, another recipe's will do."""
     before = scope.side(stage) == "before"
@@ -179,10 +192,10 @@ def _outside(stage: str, settings: StageSettings, run_dir: Path, made: Made, sco
         settings, waiting = fill_inputs(settings, made, run_dir)
         if not waiting:
             settings, identity = _choose_attempt(settings, run_dir)
-            if Artifact(folder := run_dir / identity.folder_name).sealed:
-                return Step(stage, "reuse", f"{limit}; finished", settings, folder, identity)
     except RefusedError:
         pass  # without inputs it has no result either
+    if identity and _holds(Artifact(folder := run_dir / identity.folder_name), identity):
+        return Step(stage, "reuse", f"{limit}; finished", settings, folder, identity)
     other = newest_sealed(stage, run_dir)
     if not before or other is None:
         return Step(stage, "skip", limit)
@@ -192,15 +205,12 @@ def _outside(stage: str, settings: StageSettings, run_dir: Path, made: Made, sco
 
 def _choose_attempt(settings: StageSettings, run_dir: Path, force: bool = False) -> tuple[StageSettings, Identity]:
     """The highest attempt that has a folder, or with `force` the one after it."""
-    identity = identify(settings)
     folders = {path.name for path in run_dir.glob(f"{settings.stage}-*")}
-    while identity.folder_name in folders and (force or len(folders) > 1):
-        after = settings.model_copy(update={"attempt": settings.attempt + 1})
-        identity_after = identify(after)
-        if not force and identity_after.folder_name not in folders:
-            break
-        settings, identity = after, identity_after
-    return settings, identity
+    found = [identify(settings)]
+    while found[-1].folder_name in folders:
+        found.append(replace(found[0], settings=found[0].settings | {"attempt": settings.attempt + len(found)}))
+    place = len(found) - 1 if force else max(len(found) - 2, 0)  # the last one has no folder
+    return settings.model_copy(update={"attempt": settings.attempt + place}), found[place]
 
 
 def _how_far(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """A recipe: one YAML that describes a whole run, typed, with dotted overrides from the command line."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -82,7 +82,41 @@ def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
     loaded = Recipe.load(mapping, "")
     if not loaded.stages:
         raise SettingsError(f"{recipe}: no stage to run; a recipe has at least one section of {', '.join(STAGES)}")
+    if problems := [*_uneven_shares(loaded), *_too_long(loaded)]:
+        raise SettingsError("\n".join(problems))
     return loaded
+
+
+def _uneven_shares(recipe: Recipe) -> Iterator[str]:
+    """Prompts are held out by one rule in all stages, or one would train on what another is judged by."""
+    for stage in ("sft", "reward", "ppo"):  # documents of pretrain are no prompts
+        section = recipe.section(stage)
+        if section is not None and section.eval_share != recipe.eval_share:
+            yield (
+                f"{stage}.eval_share: {section.eval_share} differs from the recipe's {recipe.eval_share}, so prompts "
+                "held out in one stage would be trained on in another; set eval_share once, at the top"
+            )
+
+
+def _too_long(recipe: Recipe) -> Iterator[str]:
+    """Lengths that the model which this recipe pretrains has no positions for."""
+    pretrain, sft, reward, ppo = recipe.pretrain, recipe.sft, recipe.reward, recipe.ppo
+    if pretrain is None or (sft and sft.model):
+        return
+    lengths = {}
+    if sft:
+        lengths["sft.max_length"] = sft.max_length
+    if reward and reward.model is None:
+        lengths["reward.max_length"] = reward.max_length
+    if ppo and None in (ppo.model, ppo.reward_model):
+        lengths["ppo.max_prompt_length + ppo.max_new_tokens"] = ppo.max_prompt_length + ppo.max_new_tokens
+    context = pretrain.context_length
+    for name, length in lengths.items():
+        if length > context:
+            yield (
+                f"{name}: {length} exceeds pretrain.context_length, which is {context}; "
+                f"lower it, or raise pretrain.context_length to {length}"
+            )
 
 
 def recipe_name(recipe: str) -> str:

@@ -1,8 +1,6 @@
 """report.html: one file that shows what every stage brought; `rlhf run` and `rlhf report` write it."""
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +18,7 @@ MAX_CHARACTERS = 1000  # per text in the gallery; both limits keep the page smal
 TITLES = {"pretrain": "Pretraining", "sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
 PURPOSES = {
     "pretrain": "A decoder learns to continue raw text.",
-    "sft": "Supervised fine-tuning: it learns to answer, from prompts with good responses.",
+    "sft": "It learns to answer, from prompts with good responses.",
     "reward": "A second model learns from ranked answers what people prefer: one score per response.",
     "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
 }
@@ -94,8 +92,8 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         "metrics": metrics,
         "changes": _changes(name, metrics),
         "manifest": artifact.manifest if artifact and artifact.sealed else {},
-        "samples": list(_json_lines(artifact.folder / "samples.jsonl")) if artifact else [],
-        **draw_charts(name, list(_json_lines(artifact.folder / "metrics.jsonl")) if artifact else [], metrics),
+        "samples": artifact.samples if artifact else [],
+        **draw_charts(name, artifact.metrics if artifact else [], metrics),
     }
 
 
@@ -123,16 +121,6 @@ def _gallery(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "better": sum(ppo > sft for sft, ppo in pairs),
         "worse": sum(ppo < sft for sft, ppo in pairs),
     }
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the blank end, or a line that a killed stage did not finish
 
 
 def _number(value: Any) -> str:

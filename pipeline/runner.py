@@ -54,6 +54,8 @@ def run(recipe: Recipe, run_dir: Path, scope: Scope | None = None, say: Say = pr
         if lock is None:  # only now: a refused run leaves no folder behind
             _create(run_dir)
             lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER))
+            if any(run_dir.iterdir()):  # another run was here first
+                steps = make_plan(recipe, run_dir, scope)
         stack.enter_context(handle_signals(_exit_on_signal))
         _write_recipe(run_dir, recipe)
         entries = _first_entries(steps, run_dir)
@@ -125,6 +127,11 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
         if code not in (130, 143):
             ended("failed")
             raise RunFailed(f"{stage}: ended itself with code {code}; {_how_to_go_on(folder)}") from stop
+        if Artifact(folder).sealed:  # the signal came too late to interrupt it
+            ended("done")
+            entries[stage] = _finished(step, run_dir, entries[stage])
+            write_summary(run_dir, entries)
+            raise RunStopped(f"{stage}: done; stopped after it; run again to go on", int(code)) from None
         ended("stopped")
         told = stage_status(folder)
         where = f" at step {told['step']} of {told['steps']}" if told.get("state") == "stopped" else ""

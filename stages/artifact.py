@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -31,13 +30,17 @@ class Identity:
     """What decides a stage's result, and the key that stands for it."""
 
     stage: str
-    key: str
     inputs: dict[str, str]
     """Digest of each input model, by field name."""
     data: dict[str, str]
     """Digest of each source of rows (and of each judge's code), by field name."""
     settings: dict[str, Any]
     """The settings that change the result."""
+
+    @property
+    def key(self) -> str:
+        text = json.dumps([self.stage, self.settings, self.inputs, self.data], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def folder_name(self) -> str:
@@ -65,8 +68,7 @@ def identify(settings: StageSettings) -> Identity:
         if value is not None:
             data[name] = code_digest(value) if name in settings.code_fields else sources.digest(value)
     kept = settings.model_dump(mode="json", exclude=left_out)
-    text = json.dumps([settings.stage, kept, inputs, data], sort_keys=True)
-    return Identity(settings.stage, hashlib.sha256(text.encode()).hexdigest(), inputs, data, kept)
+    return Identity(settings.stage, inputs, data, kept)
 
 
 class Artifact:
@@ -97,11 +99,19 @@ class Artifact:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl."""
-        path = self.folder / "metrics.jsonl"
+        return self._rows("metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of samples.jsonl: held-out prompts with the answers of SFT and PPO."""
+        return self._rows("samples.jsonl")
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one short
 
 
 def model_digest(reference: str, where: str) -> str:
@@ -221,7 +231,3 @@ def _commit() -> str | None:
         return None
     answer = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-if str(Path.cwd()) not in sys.path:
-    sys.path.append(str(Path.cwd()))  # so that a recipe can name a module:function beside it

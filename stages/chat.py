@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
         parser.error("--temperature must be above 0 and --max-new-tokens at least 1")
     be_quiet()
     tokenizer = load_tokenizer(options.model)
-    model = load_policy(options.model).eval()
+    model = load_policy(options.model, tokenizer).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     if options.seed is not None:
         torch.manual_seed(options.seed)

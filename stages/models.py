@@ -6,11 +6,13 @@ Axis letters in shapes: B rows, P prompt tokens, R response tokens, T = P + R, V
 import hashlib
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -23,6 +25,7 @@ from transformers import (
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 
+LOGITS_AT_ONCE = 2**27  # numbers: PPO has half a GiB of logits in memory, however long the responses are
 _SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json
 
 
@@ -37,14 +40,20 @@ def load_tokenizer(reference: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_policy(reference: str) -> PreTrainedModel:
-    """A causal language model in float32; nothing may be newly initialised."""
+def load_policy(reference: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A causal language model in float32; nothing may be newly initialised, and every token needs an embedding."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise RefusedError(f"no causal language model in '{reference}': {_first_line(error)}") from error
     if info["missing_keys"]:
         raise RefusedError(f"'{reference}' lacks the weights {sorted(info['missing_keys'])[:3]}; save it again")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise RefusedError(
+            f"'{reference}': the tokenizer has {len(tokenizer)} tokens, the model {rows} embeddings; "
+            "use the tokenizer that the model was trained with"
+        )
     return model
 
 
@@ -113,6 +122,7 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
             "a reward model must be saved with its score head (train one with `rlhf reward`)"
         )
     if new_head:
+        scalar.pooling, scalar.mean, scalar.std = "last", 0.0, 1.0  # a reward model may be the start; its rule is not
         nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
         if model.score.bias is not None:
             nn.init.zeros_(model.score.bias)
@@ -125,26 +135,97 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def response_logprobs(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, num_response: int, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [B,R] of the last R = `num_response` tokens, both at `temperature`.
+class PolicyModel(nn.Module):
+    """A causal language model read our way: log-probabilities of response tokens, in float32.
 
-    The one function that makes log-probabilities: for the rollout's policy, the reference and the update.
-    The logits at position t judge the token at t + 1, hence one more is asked for and the last is dropped.
+    The one place that makes log-probabilities: for the rollout's policy, the reference and the update. Logits are
+    made for response positions only, a chunk of tokens at a time, and made again in the backward pass, so that no
+    tensor of size tokens × vocabulary is ever kept.
     """
-    output = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask.long(),
-        position_ids=position_ids(attention_mask),
-        logits_to_keep=num_response + 1,
-        use_cache=False,
-    )
-    logits = output.logits[:, -num_response - 1 : -1].float() / temperature  # [B,R,V]
-    logprobs = logits.log_softmax(-1)
-    with torch.no_grad():  # a statistic, no part of the loss
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, input_ids[:, -num_response:, None])[..., 0], entropy
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config.get_text_config()
+        self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        num_response: int,
+        temperature: float,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities [B,R] of the last R = `num_response` tokens, and entropies [B,R] if asked for.
+
+        From ids [B,T] and attention mask [B,T] (True where a token is); both at `temperature`. The state at
+        position t judges the token at t + 1, hence the shift by one.
+        """
+        output = self.model.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask.long(),
+            position_ids=position_ids(attention_mask),
+            use_cache=False,
+        )
+        hidden = output.last_hidden_state[:, -num_response - 1 : -1].flatten(0, 1)  # [B·R,d]
+        tokens = input_ids[:, -num_response:].flatten()  # [B·R]
+        head = self.model.get_output_embeddings()
+        size = max(LOGITS_AT_ONCE // len(head.weight), 1)
+        pieces = list(zip(hidden.split(size), tokens.split(size), strict=True))
+        read = partial(
+            self._chunk, weight=head.weight, bias=getattr(head, "bias", None), temperature=temperature,
+            with_entropy=with_entropy,
+        )  # fmt: skip
+        if len(pieces) == 1:
+            parts = [read(*pieces[0])]
+        else:
+            parts = [checkpoint(read, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+        logprobs, entropies = (torch.cat(part).view(len(input_ids), num_response) for part in zip(*parts, strict=True))
+        return logprobs, entropies if with_entropy else None
+
+    def _chunk(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+        logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * (logits / self.softcap).tanh()
+        logprobs = (logits / temperature).log_softmax(-1)  # [chunk,V]
+        chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+        if not with_entropy:
+            return chosen, torch.zeros_like(chosen)
+        return chosen, -(logprobs.exp() * logprobs).sum(-1)
+
+    @torch.no_grad()
+    def check_head(self, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """Refuse a model whose own logits say otherwise: it does more after its last layer than we know of."""
+        ours, _ = self(input_ids, attention_mask, 1, 1.0)
+        output = self.model(
+            input_ids=input_ids, attention_mask=attention_mask.long(), position_ids=position_ids(attention_mask)
+        )
+        theirs = output.logits[:, -2].float().log_softmax(-1).gather(-1, input_ids[:, -1:])
+        gap = (ours - theirs).abs().max().item()
+        if gap > 0.1:  # half precision stays far below
+            raise RefusedError(
+                f"{type(self.model).__name__} does not take its logits straight from its last hidden state "
+                f"(log-probabilities differ by {gap:.2g} nats); this architecture is not supported in PPO"
+            )
+
+
+def check_positions(where: str, length: int, model: PreTrainedModel) -> None:
+    """Refuse sequences that are longer than the model has positions for; `where` names the settings."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise SettingsError(f"{where} is {length}, but the model has {positions} positions; lower it")
 
 
 def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,24 +11,27 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils import logging as transformers_logging
 
-from rlhf.data.errors import RefusedError
-from rlhf.stages.artifact import identify, replace_text, seal
-from rlhf.stages.settings import StageSettings
+from rlhf.data.errors import DataError, RefusedError
+from rlhf.data.split import train_and_eval
+from rlhf.stages.artifact import AnyStage, Artifact, identify, replace_text, seal
+
+T = TypeVar("T")
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -37,11 +40,15 @@ class Stopped(SystemExit):
     """A signal ended the stage after its state was saved; the code is 128 + the signal's number."""
 
 
-class Runtime:
+class Runtime(Generic[AnyStage]):
     """One stage's run in its folder."""
 
-    def __init__(self, settings: StageSettings, folder: Path, num_steps: int) -> None:
-        self.settings, self.folder, self.num_steps = settings, folder, num_steps
+    def __init__(self, settings: AnyStage, folder: Path, evaluate_only: bool = False) -> None:
+        if Artifact(folder).sealed and not evaluate_only:
+            raise RefusedError(f"{folder}: is finished (it has a manifest.json) and stays as it is; use another folder")
+        self.settings, self.folder = settings, folder
+        self.num_steps = 0
+        """Set by the stage as soon as it knows."""
         self.identity = identify(settings)  # now, since files may change while the stage trains
         be_quiet()
         # Stages that share a process may differ in precision; accelerate keeps one state per process.
@@ -54,7 +61,7 @@ class Runtime:
         self.state: dict[str, Any] = {}
         """JSON values that belong to the training state (the best loss so far, …)."""
         self._started, self._tokens, self._tokens_since = time.monotonic(), 0, time.monotonic()
-        self._first_step, self._last_line, self._signal = 0, 0.0, 0
+        self._first_step, self._last_line, self._signal = 0, -_SECONDS_BETWEEN_LINES, 0
         self._console = Console(quiet=not self.is_main)
         self._progress: Progress | None = None
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -62,8 +69,12 @@ class Runtime:
 
     # -- talking ------------------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
-        """One line for a person."""
+    def say(self, text: str, now_and_then: bool = False) -> None:
+        """One line for a person; with `now_and_then` only if the last such line is some seconds old."""
+        if now_and_then:
+            if time.monotonic() - self._last_line < _SECONDS_BETWEEN_LINES:
+                return
+            self._last_line = time.monotonic()
         self._console.print(f"{self.settings.stage}: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def count_tokens(self, number: int) -> None:
@@ -99,11 +110,11 @@ class Runtime:
                 self._progress.add_task(self.settings.stage, total=self.num_steps, shown="")
                 self._progress.start()
             self._progress.update(self._progress.task_ids[0], completed=step, shown=shown)
-        elif now - self._last_line > _SECONDS_BETWEEN_LINES or step == self.num_steps:
-            self._last_line = now
+        else:
             done = max(step - self._first_step, 1)
-            left = (now - self._started) / done * (self.num_steps - step)
-            self.say(f"step {step}/{self.num_steps}  {shown}  left {left / 60:.0f}:{left % 60:02.0f}")
+            left = round((now - self._started) / done * (self.num_steps - step))
+            line = f"step {step}/{self.num_steps}  {shown}  left {left // 60}:{left % 60:02}"
+            self.say(line, now_and_then=step < self.num_steps)
 
     def write_status(self, state: str, step: int, message: str = "") -> None:
         """status.json: what the orchestrator and `rlhf status` read while the stage runs."""
@@ -111,10 +122,24 @@ class Runtime:
             content = {"state": state, "step": step, "steps": self.num_steps, "message": message}
             replace_text(self.folder / "status.json", json.dumps(content))
 
+    # -- rows -----------------------------------------------------------------------------------------------
+
+    def split(self, rows: list[T], eval_rows: list[T] | None, key: Callable[[T], str]) -> tuple[list[T], list[T]]:
+        """Training and held-out rows, no prompt in both; `eval_rows` are those that the recipe names, if it does."""
+        train, held_out, num_removed = train_and_eval(rows, eval_rows, key, self.settings.eval_share)
+        if num_removed:
+            self.say(f"left out {num_removed} of {len(rows)} rows of data whose prompts are in eval_data")
+        if not train or not held_out:
+            raise DataError(
+                f"{self.settings.stage}.data: {len(train)} rows to train on and {len(held_out)} to evaluate on; "
+                "at least one of each is needed, with different prompts"
+            )
+        return train, held_out
+
     # -- processes ----------------------------------------------------------------------------------------
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes, element by element, in the values' own type."""
+        """Sum over all processes, element by element; float64 is welcome on the CPU (some devices lack it)."""
         if self.num_processes == 1:
             return values
         reduced = self.accelerator.reduce(values.to(self.device), reduction="sum")
@@ -137,9 +162,16 @@ class Runtime:
         """This process's share of some rows; for training steps the shares are equal (`batch_size`)."""
         return indices[self.rank :: self.num_processes]
 
-    def microbatches(self, rows: list[int], size: int | None, *models: torch.nn.Module) -> Iterator[list[int]]:
-        """Cut this process's `rows` of a step into microbatches of `size`; gradients are reduced at the last."""
-        size = size or len(rows)
+    def chunks(self, num_rows: int, batch_size: int) -> Iterator[list[int]]:
+        """This process's share of an evaluation's rows, in pieces no larger than its training microbatches."""
+        mine = self.shard(list(range(num_rows)))
+        size = self.settings.microbatch_size or max(batch_size // self.num_processes, 1)
+        for start in range(0, len(mine), size):
+            yield mine[start : start + size]
+
+    def microbatches(self, rows: list[int], *models: torch.nn.Module) -> Iterator[list[int]]:
+        """Cut this process's `rows` of a step into microbatches; gradients are reduced at the last."""
+        size = self.settings.microbatch_size or len(rows)
         for start in range(0, len(rows), size):
             with ExitStack() as stack:
                 if start + size < len(rows):
@@ -161,7 +193,18 @@ class Runtime:
         """Restart the random streams: equal everywhere for new weights, one per process for sampling."""
         set_seed(self.settings.seed * 1000 + (1 + self.rank if per_process else 0))
 
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns in the main process, in every process."""
+        found: list[Any] = [make() if self.is_main else None]
+        return broadcast_object_list(found)[0] if self.num_processes > 1 else found[0]
+
     def _check_processes(self) -> None:
+        kind = self.accelerator.distributed_type
+        if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
+            raise RefusedError(
+                f"{self.settings.stage}: the accelerate config asks for {kind.value}; only data parallelism "
+                "(distributed_type NO, MULTI_GPU, MULTI_CPU) is supported so far"
+            )
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world != self.accelerator.num_processes:
             raise RefusedError(
@@ -233,9 +276,8 @@ class Runtime:
         """End after a signal; the state is saved."""
         self.write_status("stopped", step)
         self.say(f"stopped at step {step} of {self.num_steps}; state saved, run again to resume")
-        code = 128 + self._signal if self._signal else 143
         self.close()
-        raise Stopped(code)
+        raise Stopped(128 + (self._signal or signal.SIGTERM))
 
     def stop_requested(self) -> bool:
         """Whether a signal asked any of the processes to end; all of them must ask together."""
@@ -249,8 +291,10 @@ class Runtime:
             seal(self.folder, self.identity, metrics, self.num_processes, hand_over)
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             self.write_status("done", self.num_steps)
-        self.accelerator.wait_for_everyone()
+        stop = self.stop_requested()
         self.close()
+        if stop:  # it came too late to interrupt this stage, but the next one must not start
+            raise Stopped(128 + (self._signal or signal.SIGTERM))
         return metrics
 
     def close(self) -> None:
@@ -277,19 +321,28 @@ def run_stage(train: Callable[[str], Any]) -> None:
     folder = Path(sys.argv[1])
     try:
         train(sys.argv[1])
-    except RefusedError as error:
-        _write_failure(folder, "refused", str(error))
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
     except Exception as error:
-        _write_failure(folder, "failed", f"{type(error).__name__}: {error}")
-        raise
+        refused = isinstance(error, RefusedError)
+        message = str(error) if refused else f"{type(error).__name__}: {error}"
+        _tell_failure(folder, "refused" if refused else "failed", message)
+        if os.environ.get("RLHF_DEBUG"):
+            raise
+        raise SystemExit(2 if refused else 1) from None
 
 
-def _write_failure(folder: Path, state: str, message: str) -> None:
-    if folder.is_dir() and int(os.environ.get("RANK", "0")) == 0:
-        content = {"state": state, "step": 0, "steps": 0, "message": message}
-        replace_text(folder / "status.json", json.dumps(content))
+def _tell_failure(folder: Path, state: str, message: str) -> None:
+    """One line for the person who started this, or for the orchestrator, which tells it on; the rest in error.log.
+
+    The process that fails first tells: the others may only fail because it is gone.
+    """
+    if "RLHF_RUN" not in os.environ:
+        print(f"error: {message}", file=sys.stderr)
+    if not folder.is_dir() or Artifact(folder).sealed or (folder / "error.log").exists():
+        return
+    if state == "failed":
+        replace_text(folder / "error.log", traceback.format_exc())
+    content = {"state": state, "step": 0, "steps": 0, "message": message}
+    replace_text(folder / "status.json", json.dumps(content))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

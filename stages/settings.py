@@ -52,6 +52,8 @@ class StageSettings(Settings):
     """Share of unusable rows to go on with; above it the stage refuses to start."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Autocast type; auto takes bf16 where the device has it and fp32 elsewhere. Weights stay in fp32."""
+    microbatch_size: int | None = Field(None, ge=1)
+    """Rows (prompts, episodes) per forward pass on one device; its whole share of the batch by default."""
     log_every: int = Field(10, ge=1)
     """Steps between two lines of metrics."""
     save_every: int = Field(50, ge=1)

@@ -2,13 +2,8 @@
 
 import importlib.util
 import re
-import shlex
 from pathlib import Path
 
-import pytest
-
-from rlhf.data.errors import RefusedError
-from rlhf.pipeline import cli
 from rlhf.pipeline.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -40,27 +35,3 @@ def readme_recipe(folder: Path) -> Path:
     path = folder / "mine.yaml"
     path.write_text(re.search(r"```yaml\n(.*?)```", README, re.DOTALL).group(1), encoding="utf-8")  # type: ignore[union-attr]
     return path
-
-
-def commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("rlhf ")]
-
-
-def test_the_readme_shows_commands() -> None:
-    assert len(commands()) >= 10
-
-
-@pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_readme_is_understood(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each gets as far as the files that are not there; an unknown command, option or setting would end sooner."""
-    monkeypatch.chdir(tmp_path)
-    readme_recipe(tmp_path)
-    heard: list[object] = []
-    monkeypatch.setattr("rlhf.pipeline.cli._become", lambda *words: heard.append(words))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(shlex.split(command)[1:])
-    assert ended.value.code in (0, 2)

@@ -13,8 +13,9 @@ class PPOSettings(StageSettings):
 
     stage: ClassVar[str] = "ppo"
     input_fields: ClassVar[tuple[str, ...]] = ("model", "reward_model")
+    data_fields: ClassVar[tuple[str, ...]] = ("data", "eval_data", "ptx_data")
     code_fields: ClassVar[tuple[str, ...]] = ("judge",)
-    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {"num_gallery"}
+    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {"on_unhealthy"}
 
     model: str | None = None
     """Folder or hub id of the policy's start and reference; the sft stage's model by default."""
@@ -25,64 +26,144 @@ class PPOSettings(StageSettings):
     eval_data: Source | None = None
     """Prompts for the held-out evaluation; by default a share of the prompts is held out."""
     judge: str | None = None
-    """module:function (prompts, responses) -> true qualities that the reward model never saw; evaluation only."""
+    """module:function (prompts, responses) -> true qualities; for evaluation only, PPO never optimises them."""
+
     num_iterations: int = Field(100, ge=1)
     """Rollout phases, each followed by its updates."""
     rollout_batch_size: int = Field(128, ge=1)
     """Episodes per iteration, over all processes."""
+    num_samples_per_prompt: int = Field(1, ge=1)
+    """Responses to each prompt of a rollout."""
     num_epochs: int = Field(4, ge=1)
     """Passes over an iteration's episodes."""
     num_minibatches: int = Field(1, ge=1)
     """Optimiser steps per epoch."""
-    microbatch_size: int | None = Field(None, ge=1)
-    """Episodes per forward pass on one device; the whole share of the minibatch by default."""
     max_prompt_length: int = Field(512, ge=1)
     """Longest prompt in tokens; longer ones are dropped and counted."""
     max_new_tokens: int = Field(128, ge=1)
     """Longest response in tokens."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; log-probabilities are taken at the same temperature everywhere."""
+
     learning_rate: float = Field(3e-6, ge=0)
-    """Policy's learning rate; linear to zero."""
+    """Policy's peak learning rate."""
     critic_learning_rate: float = Field(9e-6, ge=0)
-    """Critic's learning rate; linear to zero."""
+    """Critic's peak learning rate."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How both learning rates fall to zero over the iterations, or stay (InstructGPT)."""
+    warmup_iterations: int = Field(0, ge=0)
+    """Iterations of linear warm-up of both learning rates (InstructGPT: 10)."""
     critic_warmup_iterations: int = Field(0, ge=0)
-    """First iterations in which only the critic learns."""
+    """First iterations in which only the critic learns (VC-PPO)."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient norm to clip at, policy and critic separately."""
+
     kl_coef: float = Field(0.05, ge=0)
-    """Weight of the KL to the reference in the token rewards."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    """GAE's lambda."""
-    clip_range: float = Field(0.2, gt=0)
-    """Clip of the probability ratio."""
-    value_clip_range: float = Field(0.2, gt=0)
-    """Clip of the value's move since the rollout."""
-    whiten_rewards: bool = False
-    """Divide token rewards by their standard deviation over the rollout; the mean is kept."""
+    """Weight of the KL to the reference."""
+    kl_target: float | None = Field(None, gt=0)
+    """KL in nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019: 6); None keeps it fixed."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """Episodes in which an adaptive kl_coef may change by a fifth."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """KL as part of the token rewards (k1; exact optimum), or as a term of the policy's loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the KL: k1 in the reward; in the loss k2 (the KL's own gradient) or k3 (the reversed KL's)."""
+    target_kl: float | None = Field(None, gt=0)
+    """Ends an iteration's updates once the policy moved 1.5 times this far (approx_kl) from the rollout."""
+
+    normalise_scores: bool = False
+    """Divide scores by running moments before clipping (Secrets of RLHF, PPO-max); the moments are saved."""
+    score_clip: float | None = Field(None, gt=0)
+    """Clip scores to plus or minus this; the KL part of the reward is never clipped."""
     missing_eos_penalty: float | None = None
     """What an answer without eos costs; None leaves its score as it is."""
     missing_eos: Literal["replace", "subtract"] = "replace"
     """Whether the penalty replaces the score (as minus the penalty) or is subtracted from it."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradient norm to clip at, policy and critic separately."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Last tokens before max_new_tokens over which a length penalty grows (DAPO's soft overlong punishment)."""
+    overlong_penalty: float = Field(1.0, ge=0)
+    """Length penalty at max_new_tokens."""
+    score_placement: Literal["eos", "after_eos"] = "eos"
+    """Score on the last token, or one after it where there is room (as TRL and the N+ study did)."""
+
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """GAE's lambda for the policy's advantages."""
+    critic_gae_lambda: float | None = Field(None, ge=0, le=1)
+    """GAE's lambda for the critic's targets (VC-PPO: 1); gae_lambda by default."""
+    whiten_rewards: bool = False
+    """Divide token rewards by their standard deviation over the rollout; the mean is kept (Ziegler et al. 2019)."""
+    whiten_advantages: bool = True
+    """Bring advantages to mean 0 and standard deviation 1 over the rollout."""
+
+    clip_range: float = Field(0.2, gt=0)
+    """Clip of the probability ratio."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the loss of tokens with negative advantage (Ye et al. 2020: 3)."""
+    value_clip_range: float | None = Field(0.2, gt=0)
+    """Clip of the value's move since the rollout; None does not clip."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Policy loss over tokens: their mean, the mean of responses' means, or their sum over B · max_new_tokens."""
+    ptx_coef: float = Field(0.0, ge=0)
+    """Weight of the language-modelling loss on ptx_data (InstructGPT, equation 2; a mean per token here)."""
+    ptx_data: Source | None = None
+    """Raw text for ptx_coef, for instance ${pretrain.data}."""
+    ptx_batch_size: int = Field(32, ge=1)
+    """Blocks of raw text per optimiser step, over all processes."""
+    ptx_block_size: int = Field(256, ge=2)
+    """Tokens per block of raw text."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Also keep a moving average of the policy per optimiser step (InstructGPT: 0.992), saved in ema/."""
+
     eval_every: int = Field(25, ge=1)
-    """Iterations between two evaluations on held-out prompts."""
+    """Iterations between two evaluations on held-out prompts; the best by score within kl_budget is kept."""
     num_eval_samples: int = Field(1, ge=1)
     """Responses per held-out prompt in an evaluation."""
-    num_gallery: int = Field(40, ge=0)
-    """Held-out prompts whose SFT and PPO answers are kept side by side for the report."""
+    kl_budget: float = Field(50.0, gt=0)
+    """KL in nats per response beyond which no checkpoint is kept and a run counts as over-optimised."""
+    on_unhealthy: Literal["warn", "stop"] = "warn"
+    """What a finding of the health monitor does: say it, or end the run with the state saved."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # fp16's loss scaling does not fit two optimisers
+    """Autocast type; auto takes bf16 where the device has it and fp32 elsewhere. Weights stay in fp32."""
+    log_every: int = Field(1, ge=1)
+    """Iterations between two lines of metrics."""
+    save_every: int = Field(5, ge=1)
+    """Iterations between two checkpoints of the full training state."""
 
     @model_validator(mode="after")
-    def _minibatches_fit(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.rollout_batch_size % self.num_minibatches:
             raise ValueError(
                 f"rollout_batch_size {self.rollout_batch_size} must be a multiple of "
                 f"num_minibatches {self.num_minibatches}"
             )
+        if self.rollout_batch_size % self.num_samples_per_prompt:
+            raise ValueError(
+                f"rollout_batch_size {self.rollout_batch_size} must be a multiple of "
+                f"num_samples_per_prompt {self.num_samples_per_prompt}"
+            )
         if self.critic_warmup_iterations >= self.num_iterations:
             raise ValueError(
                 f"critic_warmup_iterations {self.critic_warmup_iterations} leaves no policy update in "
                 f"num_iterations {self.num_iterations}"
+            )
+        if self.overlong_buffer > self.max_new_tokens:
+            raise ValueError(f"overlong_buffer {self.overlong_buffer} exceeds max_new_tokens {self.max_new_tokens}")
+        if bool(self.ptx_coef) != (self.ptx_data is not None):
+            raise ValueError("ptx_coef and ptx_data go together; set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_does_its_work(self) -> Self:
+        if self.kl_in == "reward" and self.kl_estimator in ("k2", "k3"):
+            raise ValueError(
+                f"kl_estimator {self.kl_estimator} in the reward leads to another optimum; use k1, or kl_in: loss"
+            )
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator k1 as a loss has a gradient of zero on average and holds nothing back; use k2 or k3"
             )
         return self

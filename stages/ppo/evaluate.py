@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Messages, prompt_text
 from rlhf.stages.artifact import Artifact, read_settings, replace_text
 from rlhf.stages.judge import judge_answers
-from rlhf.stages.models import ScalarModel, load_policy, load_scalar, load_tokenizer
+from rlhf.stages.models import PolicyModel, ScalarModel, load_policy, load_scalar, load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
 from rlhf.stages.ppo.rollout import collect
@@ -42,41 +42,41 @@ class Evaluator:
 
     def __init__(
         self,
-        run: Runtime,
+        run: Runtime[PPOSettings],
         tokenizer: PreTrainedTokenizerBase,
-        reference: PreTrainedModel,
+        reference: PolicyModel,
         scorer: ScalarModel,
         prompts: list[Messages],
         encoded: list[list[int]],
     ) -> None:
         self.run, self.tokenizer, self.reference, self.scorer = run, tokenizer, reference, scorer
-        repeats = run.settings.num_eval_samples  # type: ignore[attr-defined]
+        repeats = run.settings.num_eval_samples
         self.prompts = [prompt_text(prompt) for prompt in prompts for _ in range(repeats)]
         self.encoded = [ids for ids in encoded for _ in range(repeats)]
 
-    def __call__(self, policy: PreTrainedModel) -> list[Answer]:
+    def __call__(self, policy: PolicyModel) -> list[Answer]:
         """Answers in the order of the prompts, `num_eval_samples` each; all processes get all of them."""
-        settings: Any = self.run.settings
-        mine = self.run.shard(list(range(len(self.prompts))))
+        settings = self.run.settings
         found: list[tuple[int, Answer]] = []
         cuda = [self.run.device.index or 0] if self.run.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):  # the training stream goes on as if nothing had happened
             torch.manual_seed(settings.seed * 1000 + 500 + self.run.rank)
-            for start in range(0, len(mine), settings.rollout_batch_size):
-                rows = mine[start : start + settings.rollout_batch_size]
-                found += zip(rows, self._answers(policy, rows, settings), strict=True)
+            for rows in self.run.chunks(len(self.prompts), settings.rollout_batch_size):
+                found += zip(rows, self._answers(policy, rows), strict=True)
         answers = [answer for _, answer in sorted(gather_object(found), key=lambda pair: pair[0])]
-        if settings.judge:
-            qualities = judge_answers(settings.judge, self.prompts, [answer.response for answer in answers])
+        if judge := settings.judge:
+            responses = [answer.response for answer in answers]
+            qualities = self.run.from_main(lambda: judge_answers(judge, self.prompts, responses))
             for answer, quality in zip(answers, qualities, strict=True):
                 answer.quality = quality
         return answers
 
-    def _answers(self, policy: PreTrainedModel, rows: list[int], settings: Any) -> list[Answer]:
-        rollout = collect(
-            policy, self.reference, self.scorer, None, [self.encoded[i] for i in rows], settings,
-            [self.tokenizer.eos_token_id], self.tokenizer.pad_token_id,
-        )  # fmt: skip
+    def _answers(self, policy: PolicyModel, rows: list[int]) -> list[Answer]:
+        with self.run.accelerator.autocast():
+            rollout = collect(
+                policy, self.reference, self.scorer, None, [self.encoded[i] for i in rows], self.run.settings,
+                [self.tokenizer.eos_token_id], self.tokenizer.pad_token_id,
+            )  # fmt: skip
         texts = self.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
         columns = (rollout.scores, rollout.kl, rollout.ended, rollout.lengths)
         return [
@@ -94,10 +94,12 @@ def evaluate_folder(folder: Path) -> dict[str, float]:
     settings = read_settings(folder, PPOSettings)
     assert settings.model is not None
     assert settings.reward_model is not None
-    run = Runtime(settings, folder, settings.num_iterations)
+    run = Runtime(settings, folder, evaluate_only=True)
     tokenizer = load_tokenizer(str(folder / "model"))
-    encoded, prompts = encode_prompts(run, tokenizer, read_rows(settings)[1])
-    policy, reference = load_policy(str(folder / "model")), load_policy(settings.model)
+    encoded, prompts = encode_prompts(run, tokenizer, read_rows(run)[1])
+    policy, reference = (
+        PolicyModel(load_policy(model, tokenizer)) for model in (str(folder / "model"), settings.model)
+    )
     scorer = load_scalar(settings.reward_model, tokenizer)
     for model in (policy, reference, scorer):
         model.to(run.device).eval()
@@ -128,8 +130,8 @@ def comparison(sft: list[Answer], ppo: list[Answer]) -> dict[str, float]:
     return figures
 
 
-def write_gallery(path: Path, sft: list[Answer], ppo: list[Answer], number: int) -> None:
-    """samples.jsonl: the same prompts answered by SFT and PPO, one answer each, for people to compare."""
+def write_gallery(path: Path, sft: list[Answer], ppo: list[Answer], number: int = 40) -> None:
+    """samples.jsonl: `number` prompts answered by SFT and PPO, one answer each, for people to compare."""
     lines: list[str] = []
     seen: set[str] = set()
     for before, after in zip(sft, ppo, strict=True):

@@ -92,12 +92,14 @@ def policy_loss(
     clip_range: float = 0.2,
     dual_clip: float | None = None,
     num_tokens: Tensor | float | None = None,
+    denominator: Tensor | float | None = None,
 ) -> tuple[Tensor, Stats]:
     """Clipped policy loss: the mean over counted tokens of max(−ratio · A, −clip(ratio) · A).
 
     `dual_clip` (> 1) bounds the loss of a token with negative advantage at −dual_clip · A.
     `num_tokens` is the number of tokens in the whole optimiser step, over all microbatches and ranks;
     by default the mask's own. Given it, losses and stats of microbatches add up to those of the whole.
+    `denominator` (see `loss_denominator`) makes the loss, not the stats, another mean than that over tokens.
     """
     advantages = _where(mask, advantages)
     log_ratio = _where(mask, _float(logprobs) - _float(old_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -112,7 +114,7 @@ def policy_loss(
         shares["dual_clip_fraction"] = (advantages < 0) & (losses > bound)
         losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
 
-    loss = _token_mean(losses, mask, num_tokens)
+    loss = _token_mean(losses, mask, num_tokens if denominator is None else denominator)
     stats = {
         "policy_loss": loss,
         "ratio": _token_mean(ratio, mask, num_tokens),
@@ -121,6 +123,41 @@ def policy_loss(
         **{name: _token_mean(share.to(losses.dtype), mask, num_tokens) for name, share in shares.items()},
     }
     return loss, {name: stat.detach() for name, stat in stats.items()}
+
+
+def loss_denominator(
+    mask: Tensor,
+    aggregation: Literal["token_mean", "sequence_mean", "constant"],
+    num_tokens: Tensor | float,
+    num_rows: int,
+    max_length: int,
+) -> Tensor | float:
+    """What the loss of a counted token is divided by, before all are added up: a number, or one per row [B,1].
+
+    token_mean: `num_tokens`, so that each token weighs the same. sequence_mean: the row's length times
+    `num_rows`, so that each response does (and a token of a long one less). constant: `num_rows` · `max_length`
+    (Liu et al. 2025, Dr. GRPO). The counts are those of the whole optimiser step, over microbatches and ranks.
+    """
+    if aggregation == "token_mean":
+        return num_tokens
+    if aggregation == "sequence_mean":
+        return mask.sum(dim=-1, keepdim=True).clamp(min=1) * num_rows
+    return float(num_rows * max_length)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: float) -> Tensor:
+    """What a response of `lengths` [B] tokens pays for coming near the limit (Yu et al. 2025, DAPO).
+
+    Nothing up to max_length − buffer, `penalty` at max_length, in a straight line between.
+    """
+    if buffer == 0:
+        return torch.zeros_like(lengths, dtype=torch.float32)
+    return penalty * (lengths - (max_length - buffer)).clamp(min=0) / buffer
+
+
+def after_the_end(mask: Tensor) -> Tensor:
+    """`mask` [B,R] with one slot more in each row where there is room: where TRL and the N+ study put the score."""
+    return mask | (torch.nn.functional.pad(mask[:, :-1], (1, 0)) & ~mask)
 
 
 def value_loss(
@@ -192,7 +229,7 @@ def _where(mask: Tensor, x: Tensor) -> Tensor:
 def _token_mean(x: Tensor, mask: Tensor, num_tokens: Tensor | float | None) -> Tensor:
     if num_tokens is None:
         num_tokens = mask.sum().clamp(min=1)  # nothing counts: the sum is 0, and so is the mean
-    return _where(mask, x).sum() / num_tokens
+    return (_where(mask, x) / num_tokens).sum()
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:

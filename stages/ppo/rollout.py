@@ -5,11 +5,10 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf.data.collate import pad_left
 from rlhf.stages.generation import sample
-from rlhf.stages.models import ScalarModel, response_logprobs
+from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import response_mask
 
@@ -47,8 +46,8 @@ class Rollout:
 
 @torch.no_grad()
 def collect(
-    policy: PreTrainedModel,
-    reference: PreTrainedModel,
+    policy: PolicyModel,
+    reference: PolicyModel,
     scorer: ScalarModel,
     critic: ScalarModel | None,
     prompts: list[list[int]],
@@ -57,9 +56,9 @@ def collect(
     pad_token_id: int,
 ) -> Rollout:
     """One response per prompt, with log-probabilities, values and scores. All models are in eval mode."""
-    device = policy.device
+    device = policy.model.device
     responses = sample(
-        policy, prompts, settings.max_new_tokens, settings.temperature, stop_token_ids, pad_token_id
+        policy.model, prompts, settings.max_new_tokens, settings.temperature, stop_token_ids, pad_token_id
     )  # [B,R]
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad_token_id))  # [B,P]
     mask = response_mask(responses, stop_token_ids)
@@ -77,8 +76,8 @@ def collect(
 
 
 def judge_part(
-    policy: PreTrainedModel,
-    reference: PreTrainedModel,
+    policy: PolicyModel,
+    reference: PolicyModel,
     scorer: ScalarModel,
     critic: ScalarModel | None,
     input_ids: Tensor,
@@ -88,8 +87,9 @@ def judge_part(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logprobs, ref_logprobs, entropy, values [B,R], scores [B]) of one microbatch."""
     length = mask.shape[1]
-    logprobs, entropy = response_logprobs(policy, input_ids, attention_mask, length, settings.temperature)
-    ref_logprobs, _ = response_logprobs(reference, input_ids, attention_mask, length, settings.temperature)
+    logprobs, entropy = policy(input_ids, attention_mask, length, settings.temperature, with_entropy=True)
+    assert entropy is not None
+    ref_logprobs, _ = reference(input_ids, attention_mask, length, settings.temperature)
     values = torch.zeros_like(logprobs)
     if critic is not None:
         values = response_values(critic, input_ids, attention_mask, length)

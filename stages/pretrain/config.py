@@ -30,7 +30,7 @@ class PretrainSettings(StageSettings):
     """Key/value heads (grouped-query attention); as many as heads by default."""
     intermediate_size: int | None = Field(None, ge=8)
     """Width of the SwiGLU feed-forward; 8/3 of hidden_size, rounded up to a multiple of 32, by default."""
-    context_length: int = Field(512, ge=8)
+    context_length: int = Field(1024, ge=8)
     """Longest sequence the model is made for; prompt and response must fit in it later."""
     block_size: int | None = Field(None, ge=2)
     """Tokens per training row; the context length by default."""
@@ -40,8 +40,6 @@ class PretrainSettings(StageSettings):
     """Optimiser steps."""
     global_batch_size: int = Field(32, ge=1)
     """Blocks per optimiser step, over all processes."""
-    microbatch_size: int | None = Field(None, ge=1)
-    """Blocks per forward pass on one device; the whole share of the batch by default."""
     learning_rate: float = Field(1e-3, ge=0)
     """Peak learning rate; cosine down to a tenth of it."""
     warmup_steps: int = Field(100, ge=0)

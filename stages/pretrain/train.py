@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from rlhf.data.collate import batch_indices
-from rlhf.data.errors import DataError
+from rlhf.data.collate import batch_indices, blocks
 from rlhf.data.rows import read_text
-from rlhf.data.split import split_by_prompt, without
 from rlhf.data.tokens import ROLE_TOKENS, encode_documents, ensure_chat_template
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import hand_over, save_folder
@@ -33,18 +31,22 @@ def train(folder: str | Path) -> dict[str, Any]:
     """Run the stage in `folder` (resuming if it was interrupted) and seal it; returns the final metrics."""
     folder = Path(folder)
     settings = read_settings(folder, PretrainSettings)
-    train_texts, eval_texts = read_documents(settings)
-    run = Runtime(settings, folder, settings.num_steps)
+    run = Runtime(settings, folder)
+    run.num_steps = settings.num_steps
+    train_texts, eval_texts = read_documents(run)
     tokenizer = train_tokenizer(train_texts, settings)
-    blocks = to_blocks(encode_documents(tokenizer, train_texts), settings, "data")
-    eval_blocks = to_blocks(encode_documents(tokenizer, eval_texts), settings, "eval_data")
-    batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(blocks))
+    length = settings.block_size or settings.context_length
+    rows = blocks(encode_documents(tokenizer, train_texts), length, "pretrain.data")
+    held_out = encode_documents(tokenizer, eval_texts)
+    # A small held-out text makes one block of its own length.
+    eval_rows = blocks(held_out, max(min(length, len(held_out) - 1), 1), "pretrain.eval_data")
+    batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(rows))
     model = build_model(settings, tokenizer)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
     run.say(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}, "
-        f"{blocks.numel():,} training tokens, {eval_blocks.numel():,} held out"
+        f"{rows.numel():,} training tokens, {eval_rows.numel():,} held out"
     )
     best = folder / "checkpoints" / "best"
     start = run.resume()
@@ -53,18 +55,20 @@ def train(folder: str | Path) -> dict[str, Any]:
             step, settings.num_steps, settings.learning_rate, settings.warmup_steps, end_share=0.1
         )
         set_learning_rate(optimizer, learning_rate)
-        batch = batch_indices(len(blocks), batch_size, step, settings.seed)
-        loss, grad_norm = optimise(run, model, optimizer, blocks[batch])
+        batch = batch_indices(len(rows), batch_size, step, settings.seed)
+        loss, grad_norm = optimise(run, model, optimizer, rows[batch])
         row = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
         done = step + 1
         evaluate_now = done % settings.eval_every == 0 or done == settings.num_steps
         if evaluate_now:
-            row["val_loss"] = validation_loss(run, run.unwrap(model), eval_blocks)
+            row["val_loss"] = validation_loss(run, run.unwrap(model), eval_rows)
             if row["val_loss"] < run.state.get("best_val_loss", math.inf):
                 run.state |= {"best_val_loss": row["val_loss"], "best_step": done}
                 run.on_main(lambda: save_folder(best, run.unwrap(model), tokenizer))
         run.log(done, row, force=evaluate_now)
         run.checkpoint(done)
+    if "best_val_loss" not in run.state:
+        raise RuntimeError("the validation loss was never a number; lower pretrain.learning_rate")
     run.on_main(lambda: shutil.copytree(best, folder / "model", dirs_exist_ok=True))
     metrics = {
         "val_loss": run.state["best_val_loss"],
@@ -76,20 +80,19 @@ def train(folder: str | Path) -> dict[str, Any]:
 
 
 def optimise(
-    run: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
+    run: Runtime[PretrainSettings], model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
 ) -> tuple[float, float]:
     """One optimiser step on blocks [B, T + 1]; returns the mean token loss and the gradient norm."""
-    settings: Any = run.settings
     rows = run.shard(list(range(len(batch))))
     num_tokens = batch[:, 1:].numel()  # of the whole step, all processes: each token weighs the same
     total = torch.zeros((), device=run.device)
-    for micro in run.microbatches(rows, settings.microbatch_size, model):
+    for micro in run.microbatches(rows, model):
         losses = token_losses(model, batch[micro].to(run.device))
         loss = losses.sum() / num_tokens
         run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
         total += loss.detach()
     run.count_tokens(len(rows) * (batch.shape[1] - 1))
-    grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+    grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), run.settings.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     return run.sum(total).item(), float(grad_norm)
@@ -102,30 +105,27 @@ def token_losses(model: torch.nn.Module, blocks: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validation_loss(run: Runtime, model: torch.nn.Module, blocks: Tensor) -> float:
+def validation_loss(run: Runtime[PretrainSettings], model: torch.nn.Module, rows: Tensor) -> float:
     """Mean token loss over all held-out blocks, each counted once whatever the number of processes."""
     model.eval()
-    settings: Any = run.settings
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
-    rows = run.shard(list(range(len(blocks))))
-    for start in range(0, len(rows), settings.global_batch_size):
-        losses = token_losses(model, blocks[rows[start : start + settings.global_batch_size]].to(run.device))
-        total += torch.tensor([losses.sum(), losses.numel()], dtype=torch.float64, device=run.device)
+    total = torch.zeros(2, dtype=torch.float64)
+    for some in run.chunks(len(rows), run.settings.global_batch_size):
+        losses = token_losses(model, rows[some].to(run.device))
+        total += torch.tensor([losses.sum().item(), losses.numel()], dtype=torch.float64)
     model.train()
     total = run.sum(total)
     return (total[0] / total[1]).item()
 
 
-def read_documents(settings: PretrainSettings) -> tuple[list[str], list[str]]:
+def read_documents(run: Runtime[PretrainSettings]) -> tuple[list[str], list[str]]:
     """Training and held-out texts. A single document is cut near its end, several are split by their hash."""
+    settings = run.settings
     texts = read_text(settings.data, settings.max_dropped).rows
-    if settings.eval_data is not None:
-        eval_texts = read_text(settings.eval_data, settings.max_dropped).rows
-        return without(texts, eval_texts, str)[0], eval_texts
-    if len(texts) == 1:
+    if settings.eval_data is None and len(texts) == 1:
         border = int(len(texts[0]) * (1 - settings.eval_share))
         return [texts[0][:border]], [texts[0][border:]]
-    return split_by_prompt(texts, str, settings.eval_share)
+    given = read_text(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
+    return run.split(texts, given, str)
 
 
 def train_tokenizer(texts: list[str], settings: PretrainSettings) -> PreTrainedTokenizerFast:
@@ -150,19 +150,6 @@ def train_tokenizer(texts: list[str], settings: PretrainSettings) -> PreTrainedT
     )
     ensure_chat_template(tokenizer)
     return tokenizer
-
-
-def to_blocks(tokens: list[int], settings: PretrainSettings, name: str) -> Tensor:
-    """Rows [N, T + 1] that overlap by one token, so that each token but the first is predicted once."""
-    length = settings.block_size or settings.context_length
-    if name == "eval_data":
-        length = max(min(length, len(tokens) - 1), 1)  # a small held-out text makes one shorter block
-    if len(tokens) < length + 1 or len(tokens) < 2:
-        raise DataError(
-            f"pretrain.{name}: {settings.data.path} gives {len(tokens)} tokens, but a block needs {length + 1}; "
-            "use more text or a smaller block_size"
-        )
-    return torch.tensor(tokens).unfold(0, length + 1, length)
 
 
 def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -17,17 +16,22 @@ from rlhf.stages.artifact import replace_text
 from rlhf.stages.generation import sample
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import load_policy
+from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
+
+_AT_ONCE = 128  # answers sampled together
 
 
 def with_sampled_answers(
-    run: Runtime, tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], eval_rows: list[Ranking]
+    run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], eval_rows: list[Ranking]
 ) -> tuple[list[Ranking], list[Ranking]]:
     """Add `num_sampled_answers` per prompt and let the judge rank all; noise goes into training ranks only.
 
     The result lies in answers.jsonl of the stage's folder, so that a resumed run trains on the same answers.
     """
-    settings: Any = run.settings
+    settings = run.settings
+    assert settings.judge is not None
+    judge = settings.judge
     path = run.folder / "answers.jsonl"
     if not path.exists():
         sampled = sample_answers(run, tokenizer, [row.prompt for row in [*rows, *eval_rows]])
@@ -35,31 +39,46 @@ def with_sampled_answers(
             replace(row, responses=_distinct([*row.responses, *more]), ranks=[])
             for row, more in zip([*rows, *eval_rows], sampled, strict=True)
         ]
-        ranked = judged(settings.judge, grown[: len(rows)], settings.judge_noise, settings.seed)
-        eval_ranked = judged(settings.judge, grown[len(rows) :], 0.0, settings.seed)
-        run.on_main(lambda: _write(path, ranked, eval_ranked))
+        run.on_main(
+            lambda: _write(
+                path,
+                judged(judge, grown[: len(rows)], settings.judge_noise, settings.seed),
+                judged(judge, grown[len(rows) :], 0.0, settings.seed),
+            )
+        )
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     split = {side: [Ranking(**line[side]) for line in lines if side in line] for side in ("train", "eval")}
     return split["train"], split["eval"]
 
 
-def sample_answers(run: Runtime, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages]) -> list[list[str]]:
+def sample_answers(
+    run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages]
+) -> list[list[str]]:
     """`num_sampled_answers` texts per prompt from the stage's backbone; the work is shared by the processes."""
-    settings: Any = run.settings
-    policy = load_policy(settings.model).to(run.device).eval()
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    jobs = run.shard([i for i in range(len(prompts)) for _ in range(settings.num_sampled_answers)])
-    run.say(f"sampling {settings.num_sampled_answers} answers for each of {len(prompts)} prompts")
+    settings = run.settings
+    assert settings.model is not None
+    policy = load_policy(settings.model, tokenizer).to(run.device).eval()
+    room = settings.max_length - settings.max_new_tokens
+    encoded = [encode_prompt(tokenizer, prompt, max_length=room) for prompt in prompts]
+    every = [i for i in range(len(prompts)) for _ in range(settings.num_sampled_answers)]
+    jobs = run.shard(every)
     run.seed(per_process=True)
     found: list[tuple[int, str]] = []
-    for start in range(0, len(jobs), 128):
-        batch = jobs[start : start + 128]
-        responses = sample(
-            policy, [encoded[i] for i in batch], settings.max_new_tokens, settings.temperature,
-            [tokenizer.eos_token_id], tokenizer.pad_token_id,
-        )  # fmt: skip
+    for start in range(0, -(-len(every) // run.num_processes), _AT_ONCE):  # as often in every process
+        if run.stop_requested():
+            run.stop(0)
+        run.say(f"sampled answers for {start * run.num_processes} of {len(every)}", now_and_then=True)
+        batch = jobs[start : start + _AT_ONCE]
+        if not batch:
+            continue
+        with run.accelerator.autocast():
+            responses = sample(
+                policy, [encoded[i] for i in batch], settings.max_new_tokens, settings.temperature,
+                [tokenizer.eos_token_id], tokenizer.pad_token_id,
+            )  # fmt: skip
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         found += [(i, text.strip()) for i, text in zip(batch, texts, strict=True)]
+    run.say(f"sampled {len(every)} answers to {len(prompts)} prompts")
     del policy
     torch.cuda.empty_cache()
     answers: list[list[str]] = [[] for _ in prompts]

@@ -13,6 +13,7 @@ class RewardSettings(StageSettings):
 
     stage: ClassVar[str] = "reward"
     code_fields: ClassVar[tuple[str, ...]] = ("judge",)
+    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {"eval_every"}
 
     model: str | None = None
     """Folder or hub id of the backbone; the sft stage's model by default."""
@@ -46,8 +47,6 @@ class RewardSettings(StageSettings):
     """Passes over the prompts; more than one overfits with large models."""
     global_batch_size: int = Field(64, ge=1)
     """Prompts per optimiser step, over all processes; all answers of a prompt stay together."""
-    microbatch_size: int | None = Field(None, ge=1)
-    """Prompts per forward pass on one device; the whole share of the batch by default."""
     learning_rate: float = Field(9e-6, ge=0)
     """Peak learning rate; cosine to a tenth."""
     warmup_share: float = Field(0.03, ge=0, lt=1)
@@ -63,4 +62,8 @@ class RewardSettings(StageSettings):
     def _samples_have_a_judge(self) -> Self:
         if self.num_sampled_answers and not self.judge:
             raise ValueError("num_sampled_answers needs a judge (module:function) to rank the answers")
+        if self.num_sampled_answers and self.max_new_tokens >= self.max_length:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt in max_length {self.max_length}"
+            )
         return self

@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.collate import batch_indices, pad_right
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Ranking, prompt_key, read_rankings
-from rlhf.data.split import split_by_prompt, without
 from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages.artifact import read_settings
-from rlhf.stages.models import ScalarModel, hand_over, load_scalar, load_tokenizer, save_folder
+from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, save_folder
 from rlhf.stages.reward.answers import judged, with_sampled_answers
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.objective import comparable, ranking_accuracy, ranking_loss
@@ -39,17 +38,20 @@ def train(folder: str | Path) -> dict[str, Any]:
     settings = read_settings(folder, RewardSettings)
     assert settings.model is not None
     tokenizer = load_tokenizer(settings.model)
-    rows, eval_rows = read_rows(settings)
-    run = Runtime(settings, folder, math.ceil(settings.num_epochs * len(rows) / settings.global_batch_size))
+    run = Runtime(settings, folder)
+    rows, eval_rows = read_rows(run)
     if settings.num_sampled_answers:
         rows, eval_rows = with_sampled_answers(run, tokenizer, rows, eval_rows)
     elif settings.judge:
-        eval_rows = judged(settings.judge, eval_rows, noise=0.0, seed=settings.seed)
-    data = encode_rows(run, tokenizer, rows, settings)
-    eval_data = encode_rows(run, tokenizer, eval_rows, settings)
+        judge, seed = settings.judge, settings.seed
+        eval_rows = run.from_main(lambda: judged(judge, eval_rows, noise=0.0, seed=seed))
+    data = encode_rows(run, tokenizer, rows)
+    eval_data = encode_rows(run, tokenizer, eval_rows)
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(data))
+    run.num_steps = math.ceil(settings.num_epochs * len(data) / batch_size)
     run.seed()  # the head is the same whether the answers were sampled now or before an interruption
     model = load_scalar(settings.model, tokenizer, new_head=True)
+    check_positions("reward.max_length", settings.max_length, model.classifier)
     model.pooling = settings.pooling
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
@@ -85,16 +87,20 @@ def train(folder: str | Path) -> dict[str, Any]:
 
 
 def optimise(
-    run: Runtime, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: list[Ranked], pad: int
+    run: Runtime[RewardSettings],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: list[Ranked],
+    pad: int,
 ) -> tuple[float, float]:
     """One optimiser step; every answer is read once, and each prompt weighs the same however many it has."""
-    settings: Any = run.settings
+    settings = run.settings
     model.train()
     ranks, mask = padded_ranks(batch)
     num_prompts = comparable(ranks, mask, settings.ties).sum().clamp(min=1).item()  # over all processes
     total = torch.zeros((), device=run.device)
     rows = run.shard(list(range(len(batch))))
-    for micro in run.microbatches(rows, settings.microbatch_size, model):
+    for micro in run.microbatches(rows, model):
         scores, ranks, mask = score(model, run.unwrap(model), [batch[i] for i in micro], pad, run.device)
         loss = ranking_loss(
             scores, ranks, mask, settings.loss, settings.ties,
@@ -130,16 +136,15 @@ def padded_ranks(batch: list[Ranked]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def accuracy(run: Runtime, model: ScalarModel, data: list[Ranked], pad: int) -> float:
+def accuracy(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int) -> float:
     """Share of held-out pairs in the right order, each counted once; equal scores count one half."""
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
-    mine = [data[i] for i in run.shard(list(range(len(data))))]
-    for start in range(0, len(mine), 64):
-        scores, ranks, mask = score(model, model, mine[start : start + 64], pad, run.device)
-        total += torch.stack(ranking_accuracy(scores, ranks, mask)).double()
+    total = torch.zeros(2, dtype=torch.float64)
+    for rows in run.chunks(len(data), run.settings.global_batch_size):
+        scores, ranks, mask = score(model, model, [data[i] for i in rows], pad, run.device)
+        total += torch.stack(ranking_accuracy(scores, ranks, mask)).cpu()
     correct, pairs = run.sum(total).tolist()
-    return correct / pairs if pairs else math.nan
+    return correct / pairs
 
 
 def longer_wins_accuracy(data: list[Ranked]) -> float:
@@ -152,40 +157,33 @@ def longer_wins_accuracy(data: list[Ranked]) -> float:
 
 
 @torch.no_grad()
-def score_moments(run: Runtime, model: ScalarModel, data: list[Ranked], pad: int) -> tuple[float, float]:
+def score_moments(
+    run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int
+) -> tuple[float, float]:
     """Mean and standard deviation of the scores of the training answers, which become 0 and 1."""
     model.eval()
-    total = torch.zeros(3, dtype=torch.float64, device=run.device)
-    mine = [data[i] for i in run.shard(list(range(len(data))))]
-    for start in range(0, len(mine), 64):
-        scores, _, mask = score(model, model, mine[start : start + 64], pad, run.device)
-        kept = scores[mask].double()
-        total += torch.stack([kept.sum(), kept.square().sum(), mask.sum().double()])
+    total = torch.zeros(3, dtype=torch.float64)
+    for rows in run.chunks(len(data), run.settings.global_batch_size):
+        scores, _, mask = score(model, model, [data[i] for i in rows], pad, run.device)
+        kept = scores[mask].cpu().double()
+        total += torch.stack([kept.sum(), kept.square().sum(), torch.tensor(float(len(kept)))])
     first, second, count = run.sum(total).tolist()
     mean = first / count
     return mean, max(second / count - mean**2, 1e-12) ** 0.5
 
 
-def read_rows(settings: RewardSettings) -> tuple[list[Ranking], list[Ranking]]:
-    """Training and held-out rankings, no prompt in both."""
-    rows = read_rankings(settings.data, settings.max_dropped).rows
-    if settings.eval_data is None:
-        rows, eval_rows = split_by_prompt(rows, lambda row: prompt_key(row.prompt), settings.eval_share)
-    else:
-        eval_rows = read_rankings(settings.eval_data, settings.max_dropped).rows
-        rows, _ = without(rows, eval_rows, lambda row: prompt_key(row.prompt))
-    if not rows or not eval_rows:
-        raise DataError(
-            f"reward.data: {settings.data.path} has {len(rows)} prompts to train on and {len(eval_rows)} to "
-            "evaluate on; at least one of each is needed (a single prompt cannot be split)"
-        )
-    return rows, eval_rows
+def read_rows(run: Runtime[RewardSettings]) -> tuple[list[Ranking], list[Ranking]]:
+    """Training and held-out rankings."""
+    settings = run.settings
+    keep_ties = settings.ties == "soft" or settings.judge is not None  # a judge ranks anew
+    rows = read_rankings(settings.data, settings.max_dropped, keep_ties).rows
+    given = read_rankings(settings.eval_data, settings.max_dropped, keep_ties).rows if settings.eval_data else None
+    return run.split(rows, given, lambda row: prompt_key(row.prompt))
 
 
-def encode_rows(
-    run: Runtime, tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], settings: RewardSettings
-) -> list[Ranked]:
+def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking]) -> list[Ranked]:
     """Token ids of the answers that fit; answers left out are counted aloud."""
+    settings = run.settings
     kept, too_long, same = [], 0, 0
     for row in rows:
         ranked = Ranked([], [])
@@ -198,7 +196,7 @@ def encode_rows(
             else:
                 ranked.answers.append(encoded)
                 ranked.ranks.append(float(rank))
-        if len(set(ranked.ranks)) > 1:
+        if len(set(ranked.ranks)) > 1 or (settings.ties == "soft" and len(ranked.ranks) > 1):
             kept.append(ranked)
     if too_long or same:
         run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")

@@ -41,8 +41,6 @@ class SFTSettings(StageSettings):
     """Passes over the demonstrations."""
     global_batch_size: int = Field(32, ge=1)
     """Demonstrations per optimiser step, over all processes."""
-    microbatch_size: int | None = Field(None, ge=1)
-    """Demonstrations per forward pass on one device; the whole share of the batch by default."""
     learning_rate: float = Field(2e-5, ge=0)
     """Peak learning rate; cosine to zero."""
     warmup_share: float = Field(0.03, ge=0, lt=1)

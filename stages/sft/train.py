@@ -4,6 +4,7 @@ Run by hand: `accelerate launch -m rlhf.stages.sft FOLDER`, where FOLDER holds a
 """
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from rlhf.data.collate import IGNORED, labels, pad_right
+from rlhf.data.collate import IGNORED, batch_indices, labels, pad_right
 from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
-from rlhf.data.split import split_by_prompt, without
 from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages.artifact import read_settings
-from rlhf.stages.models import hand_over, load_policy, load_tokenizer, save_folder
+from rlhf.stages.models import check_positions, hand_over, load_policy, load_tokenizer, save_folder
 from rlhf.stages.runtime import Runtime, choose_precision
 from rlhf.stages.sft.config import SFTSettings
 
@@ -38,15 +38,17 @@ def train(folder: str | Path) -> dict[str, Any]:
     settings = read_settings(folder, SFTSettings)
     assert settings.model is not None  # read_settings' caller filled it in; identify() refuses otherwise
     tokenizer = load_tokenizer(settings.model)
-    rows, eval_rows = read_rows(settings)
-    num_steps = math.ceil(settings.num_epochs * len(rows) / settings.global_batch_size)
-    run = Runtime(settings, folder, num_steps)
-    encoded = encode_rows(run, tokenizer, rows, settings.max_length)
-    eval_encoded = encode_rows(run, tokenizer, eval_rows, settings.max_length)
+    run = Runtime(settings, folder)
+    rows, eval_rows = read_rows(run)
+    encoded = encode_rows(run, tokenizer, rows)
+    eval_encoded = encode_rows(run, tokenizer, eval_rows)
+    batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(encoded))
+    num_steps = run.num_steps = math.ceil(settings.num_epochs * len(encoded) / batch_size)
     run.say(f"{len(encoded)} demonstrations, {len(eval_encoded)} held out")
-    model = load_policy(settings.model)
+    model = load_policy(settings.model, tokenizer)
+    check_positions("sft.max_length", settings.max_length, model)
     base_eval_loss = held_out_loss(run, model.to(run.device), eval_encoded, tokenizer.pad_token_id)
-    trainer = build_trainer(run, model, tokenizer, encoded)
+    trainer = build_trainer(run, model, tokenizer, encoded, batch_size)
     checkpoint = newest_checkpoint(folder)
     run.begin(int(checkpoint.name.split("-")[1]) if checkpoint else 0)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -62,19 +64,19 @@ def train(folder: str | Path) -> dict[str, Any]:
     return run.finish(metrics, hand_over(tokenizer, trained))
 
 
-def read_rows(settings: SFTSettings) -> tuple[list[Demonstration], list[Demonstration]]:
-    """Training and held-out demonstrations, no prompt in both."""
+def read_rows(run: Runtime[SFTSettings]) -> tuple[list[Demonstration], list[Demonstration]]:
+    """Training and held-out demonstrations."""
+    settings = run.settings
     rows = read_demonstrations(settings.data, settings.max_dropped).rows
-    if settings.eval_data is None:
-        return split_by_prompt(rows, lambda row: prompt_key(row.prompt), settings.eval_share)
-    eval_rows = read_demonstrations(settings.eval_data, settings.max_dropped).rows
-    return without(rows, eval_rows, lambda row: prompt_key(row.prompt))[0], eval_rows
+    given = read_demonstrations(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
+    return run.split(rows, given, lambda row: prompt_key(row.prompt))
 
 
 def encode_rows(
-    run: Runtime, tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration], max_length: int
+    run: Runtime[SFTSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration]
 ) -> list[Encoded]:
     """Token ids of the rows that fit; the others are counted aloud, and none left is an error."""
+    max_length = run.settings.max_length
     found = [encode_example(tokenizer, row.prompt, row.response, max_length) for row in rows]
     kept = [row for row in found if row is not None]
     if len(kept) < len(rows):
@@ -86,11 +88,15 @@ def encode_rows(
 
 
 def build_trainer(
-    run: Runtime, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Encoded]
+    run: Runtime[SFTSettings],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[Encoded],
+    batch_size: int,
 ) -> SFTTrainer:
     """TRL's trainer on tokenised rows, its batch derived from the global one, its talk sent to our log."""
-    settings: Any = run.settings
-    share = run.batch_size("global_batch_size", settings.global_batch_size, len(rows)) // run.num_processes
+    settings = run.settings
+    share = batch_size // run.num_processes
     microbatch = min(settings.microbatch_size or share, share)
     if share % microbatch:
         raise RefusedError(f"sft.microbatch_size: {microbatch} does not divide a device's share of {share} rows")
@@ -106,6 +112,7 @@ def build_trainer(
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
         "seed": settings.seed,
+        "train_sampling_strategy": "sequential",  # the rows are in our order
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "use_cpu": run.device.type == "cpu",
@@ -125,12 +132,19 @@ def build_trainer(
         target_modules=settings.lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    data = Dataset.from_list([{"input_ids": r.input_ids, "prompt_length": r.prompt_length} for r in rows])
+
+    def training_batch(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        run.count_tokens(sum(len(row["input_ids"]) for row in batch))
+        return collate([Encoded(**row) for row in batch], tokenizer.pad_token_id)
+
+    # The rows of every step in turn: whole batches, so that no process repeats a row to fill its last one.
+    steps = [batch_indices(len(rows), batch_size, step, settings.seed) for step in range(run.num_steps)]
+    data = Dataset.from_list([asdict(row) for row in rows]).select([i for step in steps for i in step])
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(**{**ours, "remove_unused_columns": False, **settings.args}),
         train_dataset=data,
-        data_collator=lambda batch: collate([Encoded(**row) for row in batch], tokenizer.pad_token_id),
+        data_collator=training_batch,
         processing_class=tokenizer,
         peft_config=lora,
         callbacks=[Reporter(run)],
@@ -148,7 +162,7 @@ def collate(rows: list[Encoded], pad_token_id: int) -> dict[str, torch.Tensor]:
 class Reporter(TrainerCallback):
     """Sends the trainer's log to ours and stops it, state saved, when a signal came."""
 
-    def __init__(self, run: Runtime) -> None:
+    def __init__(self, run: Runtime[SFTSettings]) -> None:
         self.run = run
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -163,21 +177,17 @@ class Reporter(TrainerCallback):
 
 
 @torch.no_grad()
-def held_out_loss(run: Runtime, model: PreTrainedModel, rows: list[Encoded], pad_token_id: int) -> float:
+def held_out_loss(run: Runtime[SFTSettings], model: PreTrainedModel, rows: list[Encoded], pad_token_id: int) -> float:
     """Mean loss per response token over all held-out rows, each counted once."""
-    if not rows:
-        return math.nan
     model.eval()
-    settings: Any = run.settings
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)
-    mine = [rows[i] for i in run.shard(list(range(len(rows))))]
-    for start in range(0, len(mine), settings.global_batch_size):
-        batch = collate(mine[start : start + settings.global_batch_size], pad_token_id)
+    total = torch.zeros(2, dtype=torch.float64)
+    for mine in run.chunks(len(rows), run.settings.global_batch_size):
+        batch = collate([rows[i] for i in mine], pad_token_id)
         targets = batch.pop("labels")[:, 1:].to(run.device)
-        logits = model(**{k: v.to(run.device) for k, v in batch.items()}, use_cache=False).logits[:, :-1].float()
-        losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="sum")
-        count = (targets != IGNORED).sum()
-        total += torch.stack([losses.double(), count.double()])
+        with run.accelerator.autocast():
+            logits = model(**{k: v.to(run.device) for k, v in batch.items()}, use_cache=False).logits[:, :-1]
+        losses = cross_entropy(logits.float().transpose(1, 2), targets, ignore_index=IGNORED, reduction="sum")
+        total += torch.tensor([losses.item(), (targets != IGNORED).sum().item()], dtype=torch.float64)
     total = run.sum(total)
     return (total[0] / total[1]).item()
 

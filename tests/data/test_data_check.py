@@ -29,7 +29,7 @@ def test_preferences_are_counted_as_pairs_and_ties(write: Any) -> None:
         {"prompt": "c", "responses": ["x", "y", "z"], "ranks": [1, 1, 1]},  # dropped with its 3 ties
         {"prompt": "c", "chosen": "x", "rejected": "x "},
     )
-    assert check(source, "preferences", max_dropped=0.4) == {
+    assert check(source, "preferences") == {
         "kind": "preferences",
         "format": "prompt, responses, ranks; prompt, chosen, rejected",
         "rows": 5,
@@ -42,7 +42,10 @@ def test_preferences_are_counted_as_pairs_and_ties(write: Any) -> None:
         "pairs": 4,
         "ties": 4,
         "duplicates": 1,
-        "warnings": ["rows of 2 shapes in one source: prompt, responses, ranks; prompt, chosen, rejected"],
+        "warnings": [
+            "rows of 2 shapes in one source: prompt, responses, ranks; prompt, chosen, rejected",
+            "1 of 5 rows are unusable; a run refuses unless max_dropped allows it",
+        ],
     }
 
 
@@ -61,11 +64,18 @@ def test_texts_have_no_prompts(write: Any) -> None:
 def test_bad_rows_are_a_warning_not_an_error(write: Any) -> None:
     some = check(write({"prompt": "a", "response": "x"}, {"prompt": "b"}), "demonstrations")
     assert some["warnings"] == ["1 of 2 rows are unusable; a run refuses unless max_dropped allows it"]
-    none = check(write({"prompt": "b", "answer": "x"}), "demonstrations", max_dropped=1.0)
+    none = check(write({"prompt": "b", "answer": "x"}), "demonstrations")
     assert none["kept"] == 0
     assert none["warnings"] == [
         "nothing usable is left; row 1: empty response: no column 'completion' (columns found: prompt, answer)"
     ]
+
+
+def test_a_tie_is_counted_without_a_warning(write: Any) -> None:
+    tied = {"prompt": "a", "responses": ["x", "y"], "ranks": [1, 1]}
+    found = check(write(tied, {"prompt": "b", "chosen": "x", "rejected": "y"}), "preferences")
+    assert found["dropped"] == {"all answers tied": {"count": 1, "rows": [1]}}
+    assert (found["pairs"], found["ties"], found["warnings"]) == (1, 1, [])
 
 
 def test_the_result_is_json(write: Any) -> None:

@@ -10,10 +10,7 @@ from rlhf.data.errors import DataError
 from rlhf.data.rows import (
     Demonstration,
     Ranking,
-    load_demonstrations,
-    load_prompts,
-    load_rankings,
-    load_text,
+    load,
     prompt_key,
     prompt_text,
     read_demonstrations,
@@ -30,6 +27,10 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str | None) -> dict[str, str | None]:
     return {"role": "assistant", "content": text}
+
+
+def transcript(answer: str, question: str = "Hi") -> str:
+    return f"\n\nHuman: {question}\n\nAssistant:{answer}"
 
 
 SYSTEM = {"role": "system", "content": "Answer in French."}
@@ -66,6 +67,10 @@ def test_the_key_of_a_prompt_ignores_outer_whitespace_only() -> None:
         {"prompt": [user("Q")], "completion": [assistant("A")]},
         {"prompt": "Q", "response": [user("Q"), assistant("A")]},
         {"messages": [user("Q"), assistant("A")]},
+        {"prompt": "first turn", "prompt_id": "1", "messages": [user("Q"), assistant("A")]},
+        {"prompt": "Q", "response": "A", "messages": [user("other"), assistant("B")]},
+        {"prompt": "Q", "response": None, "completion": None, "messages": [user("Q"), assistant("A")]},
+        {"prompt": "Q", "response": "A", "messages": None},
     ],
 )
 def test_shapes_of_a_demonstration(write: Any, row: dict[str, Any]) -> None:
@@ -98,6 +103,78 @@ def test_ranked_answers_keep_their_ties(write: Any) -> None:
     assert row == Ranking([user("Q")], ["a", "b", "c"], [2.0, 1.0, 2.0])
 
 
+def test_a_transcript_is_split_at_its_last_answer_and_loses_no_character(write: Any) -> None:
+    before = "\n\nHuman: Name a bird.\n\nAssistant: Robin.\n\nHuman: Another?\n\nAssistant:"
+    loaded = read_rankings(write({"chosen": before + " Wren.", "rejected": before + " No.\n"}))
+    assert loaded.rows == [Ranking([user(before)], [" Wren.", " No.\n"], [1.0, 2.0])]
+    assert read_prompts(write({"chosen": before + " Wren.", "rejected": before + " No."})).rows == [[user(before)]]
+
+
+def test_text_pairs_without_a_prompt_are_told_the_cure(write: Any) -> None:
+    with pytest.raises(DataError, match=r"row 1: chosen is text without a prompt; add a column 'prompt', or write"):
+        read_rankings(write({"chosen": "Q: sky? A: blue", "rejected": "Q: sky? A: blue and wide"}))
+
+
+def tied_and_not() -> list[dict[str, Any]]:
+    return [
+        {"prompt": "a", "responses": ["x", "y", "z"], "ranks": [2, 2, 2]},
+        {"prompt": "b", "chosen": "x", "rejected": "y"},
+    ]
+
+
+def test_an_all_tied_ranking_is_counted_and_is_no_bad_row(write: Any) -> None:
+    loaded = read_rankings(write(*tied_and_not()), max_dropped=0.0)
+    assert [prompt_text(row.prompt) for row in loaded.rows] == ["b"]
+    assert counts(loaded.report) == {"all answers tied": (1, [1])}
+    assert (loaded.report.bad, loaded.report.dropped_ties) == (0, 3)
+
+
+def test_an_all_tied_ranking_stays_where_ties_are_wanted(write: Any) -> None:
+    loaded = read_rankings(write(*tied_and_not()), keep_ties=True)
+    assert loaded.rows[0] == Ranking([user("a")], ["x", "y", "z"], [2.0, 2.0, 2.0])
+    assert (loaded.report.kept, loaded.report.dropped, loaded.report.dropped_ties) == (2, {}, 0)
+
+
+def test_ties_alone_teach_nothing(write: Any) -> None:
+    with pytest.raises(DataError, match=r"all answers tied.*Nothing usable is left: kept 0 of 1"):
+        read_rankings(write(tied_and_not()[0]))
+
+
+def mapped(source: Source, **names: str) -> Source:
+    return source.model_copy(update={"map": names})
+
+
+def test_map_reads_our_columns_from_theirs(write: Any) -> None:
+    source = write({"question": "Q", "answer": "A", "prompt": "not this"})
+    assert read_demonstrations(mapped(source, prompt="question", response="answer")).rows == [
+        Demonstration([user("Q")], "A")
+    ]
+    assert read_text(mapped(source, text="answer")).rows == ["A"]
+
+
+def test_map_can_swap_two_columns(write: Any) -> None:
+    source = mapped(write({"prompt": "Q", "chosen": "A", "rejected": "B"}), chosen="rejected", rejected="chosen")
+    assert read_rankings(source).rows[0].responses == ["B", "A"]
+
+
+def test_a_mapped_column_that_no_row_has_is_refused_with_those_found(write: Any) -> None:
+    source = mapped(write({"question": "Q"}, {"answer": "A"}), prompt="questoin", response="answer")
+    with pytest.raises(
+        DataError, match=r"map: no column 'questoin' to read as prompt \(columns found: question, answer"
+    ):
+        load(source, "demonstrations")
+
+
+def test_a_row_without_a_mapped_column_is_a_bad_row(write: Any) -> None:
+    source = mapped(write({"question": "Q", "response": "A"}, {"response": "A"}), prompt="question")
+    assert counts(load(source, "demonstrations").report) == {"no column 'question' to read as prompt": (1, [2])}
+
+
+def test_a_name_that_is_not_ours_cannot_be_mapped(write: Any) -> None:
+    with pytest.raises(DataError, match="map: no column of ours is called 'promt'; there are text, prompt, "):
+        read_prompts(mapped(write({"question": "Q"}), promt="question"))
+
+
 def test_whitespace_inside_answers_is_kept(write: Any) -> None:
     [row] = read_demonstrations(write({"prompt": "Answer: ", "response": "\n blue"})).rows
     assert row == Demonstration([user("Answer: ")], "\n blue")
@@ -113,9 +190,10 @@ def test_prompts_come_from_any_kind_of_row_once_each(write: Any) -> None:
             {"prompt": "four", "responses": ["x", "x"], "ranks": [1, 1]},
             {"chosen": [user("five"), assistant("x")], "rejected": [user("five"), assistant("x")]},
             "six",
+            {"prompt": "six", "messages": [user("seven"), assistant("x")]},
         )
     )
-    assert [prompt_text(prompt) for prompt in loaded.rows] == ["one", "two", "three", "four", "five", "six"]
+    assert [prompt_text(prompt) for prompt in loaded.rows] == ["one", "two", "three", "four", "five", "six", "seven"]
     assert counts(loaded.report) == {"duplicate prompt": (1, [3])}
     assert loaded.report.warnings == ["rows of 4 shapes in one source: prompt; messages; chosen, rejected; text"]
 
@@ -176,7 +254,7 @@ def test_a_text_file_is_no_set_of_prompts(tmp_path: Path) -> None:
     ],
 )
 def test_an_unusable_demonstration_is_counted_under_its_reason(write: Any, row: Any, reason: str) -> None:
-    loaded = load_demonstrations(write(row))
+    loaded = load(write(row), "demonstrations")
     assert loaded.rows == []
     assert counts(loaded.report) == {reason: (1, [1])}
 
@@ -200,7 +278,15 @@ def test_an_unusable_demonstration_is_counted_under_its_reason(write: Any, row: 
         ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, "2"]}, "a rank is not a finite number"),
         ({"prompt": "q", "responses": ["a", "b"], "ranks": [True, 2]}, "a rank is not a finite number"),
         ({"prompt": "q", "responses": ["a", ""], "ranks": [1, 2]}, "empty response"),
-        ({"chosen": "Q: hi A: ok", "rejected": "Q: hi A: no"}, "no prompt"),
+        ({"prompt": "q", "responses": ["a", "a "], "ranks": [1, 1]}, "identical answers"),
+        ({"chosen": "Q: hi A: ok", "rejected": "Q: hi A: no"}, "chosen is text without a prompt"),
+        ({"chosen": transcript(" a"), "rejected": "Paris"}, "rejected is text without a prompt"),
+        ({"chosen": transcript(" a"), "rejected": transcript("")}, "empty response"),
+        (
+            {"chosen": transcript(" a"), "rejected": transcript(" b", "Bye")},
+            "chosen and rejected answer different prompts",
+        ),
+        ({"chosen": "\n\nAssistant: a", "rejected": "\n\nAssistant: b"}, "empty prompt"),
         (
             {"chosen": [user("Q"), assistant("A")], "rejected": [user("Q"), assistant("A"), user("more")]},
             "the last turn of rejected is not the assistant's",
@@ -216,7 +302,7 @@ def test_an_unusable_demonstration_is_counted_under_its_reason(write: Any, row: 
     ],
 )
 def test_an_unusable_ranking_is_counted_under_its_reason(write: Any, row: Any, reason: str) -> None:
-    loaded = load_rankings(write(row))
+    loaded = load(write(row), "preferences")
     assert loaded.rows == []
     assert counts(loaded.report) == {reason: (1, [1])}
 
@@ -226,7 +312,7 @@ def test_equal_answers_at_the_same_rank_contradict_nothing(write: Any) -> None:
 
 
 def test_a_prompt_that_ends_with_an_answer_awaits_none(write: Any) -> None:
-    loaded = load_prompts(write({"prompt": [user("x"), assistant("y")]}, {"messages": [SYSTEM]}))
+    loaded = load(write({"prompt": [user("x"), assistant("y")]}, {"messages": [SYSTEM]}), "prompts")
     assert counts(loaded.report) == {"the last turn of the prompt is not the user's": (2, [1, 2])}
 
 
@@ -254,7 +340,7 @@ def test_bad_rows_are_refused_with_file_row_reason_and_cure(write: Any) -> None:
         read_demonstrations(write(*some_bad()))
     assert str(caught.value).partition("rows.jsonl")[2] == (
         " row 2: empty response; demonstrations need prompt and response (or completion), or messages that "
-        "end with an assistant turn. kept 2 of 5 rows; 2 × empty response (rows 2, 5); "
+        "end with an assistant turn, so named or through map. kept 2 of 5 rows; 2 × empty response (rows 2, 5); "
         "1 × completion is a number, not text (row 3). "
         "Repair them, or set max_dropped=0.6 to go on without them"
     )
@@ -287,7 +373,7 @@ def test_wrong_column_names_are_told_with_those_found(write: Any) -> None:
 
 
 def test_only_the_first_few_row_numbers_are_kept(write: Any) -> None:
-    loaded = load_text(write(*[{"text": 1}] * 9))
+    loaded = load(write(*[{"text": 1}] * 9), "text")
     assert counts(loaded.report) == {"text is a number, not text": (9, [1, 2, 3, 4, 5])}
     assert loaded.report.summary() == "kept 0 of 9 rows; 9 × text is a number, not text (rows 1, 2, 3, 4, 5, …)"
 

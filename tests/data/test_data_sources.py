@@ -208,6 +208,23 @@ def test_a_hub_failure_says_both_that_no_file_is_there(monkeypatch: pytest.Monke
         rows_of("prefs")
 
 
+def test_a_mistyped_folder_is_told_apart_from_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(*args: Any, **settings: Any) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "sft").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"the folder models/ here has no 'sftt', did you mean models/sft\?: offline"):
+        rows_of("models/sftt")
+    with pytest.raises(DataError, match=r"the folder models/ here has no 'rows': offline"):
+        rows_of("models/rows")
+    with pytest.raises(DataError, match=r"\(split 'train'\): offline"):
+        rows_of("owner/rows")
+
+
 def test_the_digest_sees_contents_and_not_places(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     first.write_text(json.dumps({"text": "one"}))
@@ -215,8 +232,16 @@ def test_the_digest_sees_contents_and_not_places(tmp_path: Path) -> None:
     before = digest(Source(path=str(first)))
     assert before == digest(Source(path=str(second)))
     assert before != digest(Source(path=str(first), column="other"))
+    assert before != digest(Source(path=str(first), map={"text": "other"}))
     first.write_text(json.dumps({"text": "two"}))  # the same size
     assert before != digest(Source(path=str(first)))
+
+
+def test_the_digest_does_not_depend_on_the_order_of_the_map(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("{}")
+    one, two = ({"prompt": "q", "response": "a"}, {"response": "a", "prompt": "q"})
+    assert digest(Source(path=str(file), map=one)) == digest(Source(path=str(file), map=two))
 
 
 def test_the_digest_of_a_folder_sees_names_and_contents(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.data.split import split_by_prompt, without
+from rlhf.data.split import split_by_prompt, train_and_eval, without
 
 
 def prompt_of(row: tuple[str, int]) -> str:
@@ -51,3 +51,15 @@ def test_half_a_character_in_a_key_is_no_obstacle() -> None:
 def test_rows_of_an_explicit_evaluation_set_leave_training() -> None:
     train = [("a", 1), ("b", 2), ("a", 3), ("c", 4)]
     assert without(train, [("a", 9), ("z", 9)], prompt_of) == ([("b", 2), ("c", 4)], 2)
+
+
+def test_without_evaluation_rows_the_source_is_split() -> None:
+    rows = [(f"prompt {number % 20}", number) for number in range(60)]
+    assert train_and_eval(rows, None, prompt_of, 0.3) == (*split_by_prompt(rows, prompt_of, 0.3), 0)
+
+
+def test_with_evaluation_rows_training_loses_their_prompts_and_the_share_means_nothing() -> None:
+    train = [("a", 1), ("b", 2), ("a", 3), ("c", 4)]
+    held_out = [("a", 9), ("z", 9)]
+    assert train_and_eval(iter(train), iter(held_out), prompt_of, 0.9) == ([("b", 2), ("c", 4)], held_out, 2)
+    assert train_and_eval(train, [], prompt_of, 0.5) == (train, [], 0)

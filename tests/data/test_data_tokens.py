@@ -203,3 +203,48 @@ def test_documents_become_one_stream_with_eos_after_each(tokenizer: Any) -> None
     one, two = tokenizer("the fox")["input_ids"], tokenizer("blue")["input_ids"]
     assert encode_documents(tokenizer, iter(["the fox", "blue"])) == [*one, EOS, *two, EOS]
     assert encode_documents(tokenizer, ["blue"] * 1001) == [*two, EOS] * 1001
+
+
+SPELT = "a <|endoftext|> b <|assistant|> c <s> d"
+
+
+@pytest.mark.parametrize("template", [None, STRICT, TRIMS])
+def test_special_tokens_spelt_in_a_prompt_stay_text(build_tokenizer: Any, template: str | None) -> None:
+    tokenizer = build_tokenizer(chat_template=template)
+    ensure_chat_template(tokenizer)
+    plain, spelt = encode_prompt(tokenizer, ask("a")), encode_prompt(tokenizer, ask(SPELT))
+    assert [id for id in spelt if id <= ASSISTANT] == [id for id in plain if id <= ASSISTANT]
+    assert SPELT in tokenizer.decode(spelt)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_spelt_bos_at_the_start_of_a_prompt_is_no_bos(build_tokenizer: Any, adds_bos: bool) -> None:
+    tokenizer = build_tokenizer(adds_bos=adds_bos, chat_template="{{ messages[0].content }}")
+    ids = encode_prompt(tokenizer, ask("<s>a"))
+    assert ids.count(BOS) == adds_bos
+    assert tokenizer.decode(ids[adds_bos:]) == "<s>a"
+
+
+@pytest.mark.parametrize("roles", [True, False])
+def test_special_tokens_spelt_in_a_response_stay_text(build_tokenizer: Any, roles: bool) -> None:
+    tokenizer = build_tokenizer(roles=roles)
+    ensure_chat_template(tokenizer)
+    ids = encode_response(tokenizer, ask("x"), SPELT)
+    assert [id for id in ids if id <= (ASSISTANT if roles else BOS)] == [EOS] == ids[-1:]
+    assert tokenizer.decode(ids[:-1]).removeprefix(" ") == SPELT
+
+
+def test_a_role_token_that_only_answers_bring_stays_a_token(build_tokenizer: Any) -> None:
+    template = "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}{% endfor %}"
+    tokenizer = build_tokenizer(chat_template=template)
+    [x] = tokenizer("x")["input_ids"]
+    spelt = tokenizer("<s>", split_special_tokens=True)["input_ids"]
+    assert encode_response(tokenizer, ask("x"), "x") == [ASSISTANT, x, EOS]
+    assert encode_response(tokenizer, ask("x"), "<s>") == [ASSISTANT, *spelt, EOS]
+
+
+def test_special_tokens_spelt_in_a_document_stay_text(tokenizer: Any) -> None:
+    ids = encode_documents(tokenizer, [SPELT])
+    assert [id for id in ids if id <= ASSISTANT] == [EOS] == ids[-1:]
+    assert tokenizer.decode(ids[:-1]) == SPELT
+    assert tokenizer("<s>")["input_ids"] == [BOS]  # only our own calls are changed

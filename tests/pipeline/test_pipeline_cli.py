@@ -36,7 +36,7 @@ def test_run_shows_stages_then_a_table_then_the_report(world: Path, stages: Fake
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert lines[0].startswith("pretrain: run pretrain-")
-    assert lines[1].startswith("pretrain: done in 0.0 s")
+    assert lines[1].startswith("pretrain: done in 0.")
     assert [line.split()[:2] for line in lines[-6:-1]] == [
         ["stage", "status"],
         ["pretrain", "done"],
@@ -96,7 +96,7 @@ def test_one_stage_alone_takes_its_input_from_the_run_folder_or_the_recipe(
         (("eval", "nowhere"), "nowhere: no finished ppo stage"),
         (("data", "check", "gone.jsonl", "--as", "text"), "gone.jsonl"),
         (("data", "check", "text.jsonl", "--as", "prose"), "prose"),
-        (("data", "check", "text.jsonl", "--as", "text", "--map", "prompt=q"), "--map prompt=q"),
+        (("data", "check", "prompts.jsonl", "--as", "prompts", "--map", "prompt"), "--map prompt: write NAME=COLUMN"),
         (("rnu", "recipe.yaml"), "Did you mean 'run'"),
     ],
 )
@@ -118,11 +118,13 @@ def test_bad_input_is_refused_with_one_message(
     assert stages.trained == []
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(world: Path, rlhf: Call) -> None:
+def test_debug_shows_the_traceback_wherever_it_stands(world: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in (("--debug", "run", "nowhere"), ("run", "nowhere", "--debug")):
+        monkeypatch.setenv("RLHF_DEBUG", "")
         code, _, err = rlhf(*words)
         assert code == 2
         assert "Traceback" in err
+        assert os.environ["RLHF_DEBUG"]  # the processes of stages read it
         assert err.splitlines()[-1].startswith("error: nowhere: no such recipe")
 
 
@@ -156,6 +158,11 @@ def test_data_check_counts_rows(world: Path, rlhf: Call) -> None:
     code, out, _ = rlhf("data", "check", "body.jsonl", "--as", "text", "--map", "text=body")
     assert code == 0
     assert "rows 2  kept 1" in out
+    Path("faq.jsonl").write_text('{"question": "Who?", "answer": "Me."}\n')
+    mapping = ("--map", "prompt=question", "--map", "response=answer")
+    code, out, _ = rlhf("data", "check", "faq.jsonl", "--as", "demonstrations", *mapping)
+    assert code == 0
+    assert "rows 1  kept 1" in out
 
 
 def test_eval_and_chat_become_a_process_that_may_import_torch(
@@ -167,13 +174,29 @@ def test_eval_and_chat_become_a_process_that_may_import_torch(
     rlhf("run", "recipe.yaml", "--run-dir", "run")
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, words: became.append(words))
+    monkeypatch.setenv("RLHF_DEBUG", "")
     rlhf("eval", "run")
-    rlhf("chat", "owner/name")
+    rlhf("chat", "owner/name", "--debug")
+    rlhf("chat", "owner/name", "--temperature", "1.5", "--max-new-tokens", "9", "--multi-turn", "--seed", "3")
     folder = next(Path("run").glob("ppo-*"))
-    assert became == [
-        [sys.executable, "-m", "rlhf.stages.ppo.evaluate", str(folder)],
-        [sys.executable, "-m", "rlhf.stages.chat", "owner/name"],
-    ]
+    assert became[0][:2] == [sys.executable, "-c"]
+    assert became[0][3:] == ["rlhf.stages.ppo.evaluate", str(folder)]
+    chat = [sys.executable, "-m", "rlhf.stages.chat", "owner/name"]
+    assert became[1] == [*chat, "--temperature", "0.7", "--max-new-tokens", "256"]
+    assert became[2][4:] == ["--temperature", "1.5", "--max-new-tokens", "9", "--multi-turn", "--seed", "3"]
+
+
+def test_a_process_that_it_became_shows_no_traceback(world: Path) -> None:
+    Path("broken.py").write_text("import sys\nif __name__ == '__main__':\n    raise OSError(f'no {sys.argv[1]}')\n")
+    code = "from rlhf.pipeline import cli; cli._become('broken', ['disk'])"
+    for debug, shown in (("", False), ("1", True)):
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+            env=os.environ | {"RLHF_DEBUG": debug},
+        )  # fmt: skip
+        assert ended.returncode == 1
+        assert ended.stderr.splitlines()[-1] == "OSError: no disk"
+        assert ("Traceback" in ended.stderr) == shown
 
 
 def test_help_plan_status_and_a_finished_run_import_nothing_heavy(world: Path, stages: FakeStages) -> None:

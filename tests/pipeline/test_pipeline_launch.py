@@ -3,11 +3,15 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from threading import Thread
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 
@@ -35,6 +39,23 @@ def recipe(world: Path) -> Recipe:
     return load_recipe("recipe.yaml")
 
 
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of device files: none."""
+    folder = tmp_path / "dev"
+    folder.mkdir()
+    monkeypatch.setattr(launch, "DEVICES", folder)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return folder
+
+
+def appears(path: Path, seconds: float = 20) -> bool:
+    until = monotonic() + seconds
+    while not path.exists() and monotonic() < until:
+        sleep(0.02)
+    return path.exists()
+
+
 def run_script(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, ending: str) -> None:
     """Run a stage whose process does `ending`."""
     monkeypatch.setattr(launch, "stays_in_process", lambda recipe: False)
@@ -43,18 +64,67 @@ def run_script(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, ending: str) -> 
         launch.run_stage("sft", Path(), recipe, lock)
 
 
-def test_the_command_is_what_a_person_would_type(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, _ = launch.command("sft", Path("run/sft-1"), recipe)
-    assert words[1:4] == ["-m", "accelerate.commands.launch", "--quiet"]
-    assert words[-3:] == ["-m", "rlhf.stages.sft", "run/sft-1"]
+def words_of(recipe: Recipe, **changes: Any) -> str:
+    return " ".join(launch.command("sft", Path("run/sft-1"), recipe.model_copy(update=changes))[0])
+
+
+def test_the_command_is_what_a_person_would_type(recipe: Recipe, devices: Path) -> None:
+    words = words_of(recipe)
+    assert words.startswith(f"{sys.executable} -m accelerate.commands.launch --quiet ")
+    assert words.endswith(" -m rlhf.stages.sft run/sft-1")
+    assert " --num_processes 1 " in words
+    assert "--multi_gpu" not in words
+    assert " --num_processes 2 --multi_gpu " in words_of(recipe, num_processes=2)
+
+
+def test_without_a_number_there_is_a_process_per_visible_gpu(
+    recipe: Recipe, devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert launch.visible_gpus() == 3
+    assert " --num_processes 3 --multi_gpu " in words_of(recipe)
+    assert " --num_processes 2 --multi_gpu " in words_of(recipe, num_processes=2)
+    for listed, number in (("", 0), ("-1", 0), ("2", 1), ("0, 1", 2), ("0,-1,1", 1), ("0,1,2,3", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert launch.visible_gpus() == number
+    assert not launch.stays_in_process(recipe)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launch.stays_in_process(recipe)
+    environment = launch.command("sft", Path("f"), recipe.model_copy(update={"num_processes": 2}))[1]
+    assert environment["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_other_makers_gpus_are_seen_too(recipe: Recipe, devices: Path) -> None:
+    assert launch.visible_gpus() == 0
+    (devices / "dxg").touch()
+    assert launch.visible_gpus() == 1
+    (devices / "dxg").unlink()
+    (devices / "kfd").touch()
+    assert launch.visible_gpus() == 1
+    (devices / "dri").mkdir()
+    for number in (128, 129):
+        (devices / "dri" / f"renderD{number}").touch()
+    assert launch.visible_gpus() == 2
+
+
+def test_an_accelerate_config_is_left_to_decide(recipe: Recipe, devices: Path) -> None:
+    Path("ddp.yaml").write_text("num_machines: 1\nnum_processes: 4\n")
+    words = words_of(recipe, accelerate_config="ddp.yaml")
+    assert " --config_file ddp.yaml --main_process_port 0 " in words
     assert "--num_processes" not in words
-    two = recipe.model_copy(update={"num_processes": 2})
-    assert launch.command("sft", Path("f"), two)[0][-6:-3] == ["--num_processes", "2", "--multi_gpu"]
-    configured = recipe.model_copy(update={"accelerate_config": "fsdp.yaml"})
-    assert launch.command("sft", Path("f"), configured)[0][4:6] == ["--config_file", "fsdp.yaml"]
+    assert " --num_processes 2 " in words_of(recipe, accelerate_config="ddp.yaml", num_processes=2)
 
 
-def test_only_a_lone_cpu_process_stays_in_this_one(recipe: Recipe) -> None:
+def test_the_port_is_any_free_one_unless_someone_named_it(recipe: Recipe, devices: Path) -> None:
+    assert " --main_process_port 0 " in words_of(recipe, num_processes=2)
+    for text in ("num_machines: 2\n", "main_process_port: 29501\n"):
+        Path("config.yaml").write_text(text)
+        assert "--main_process_port" not in words_of(recipe, accelerate_config="config.yaml")
+
+
+def test_only_a_lone_cpu_process_stays_in_this_one(recipe: Recipe, devices: Path) -> None:
+    assert launch.stays_in_process(recipe)
     assert not launch.stays_in_process(recipe.model_copy(update={"num_processes": 2}))
     assert not launch.stays_in_process(recipe.model_copy(update={"accelerate_config": "ddp.yaml"}))
 
@@ -90,6 +160,106 @@ def test_a_signal_is_passed_on_and_the_saving_waited_for(
     assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_came_too_late_still_ends_the_run(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    seal = "signal.signal({0}, lambda *_: (tell('done'), sys.exit(128 + {0}))); os.kill(os.getppid(), {0})"
+    with pytest.raises(SystemExit) as stopped:
+        run_script(monkeypatch, recipe, seal.format(int(number)) + "; time.sleep(60)")
+    assert stopped.value.code == 128 + number
+    assert json.loads(Path("status.json").read_text())["state"] == "done"
+
+
+def test_what_a_failed_launch_said_is_kept_and_not_shown(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RunFailed):
+        run_script(monkeypatch, recipe, "raise OSError('no port')")
+    assert "OSError: no port" in Path("error.log").read_text()
+    with pytest.raises(RefusedError):
+        run_script(monkeypatch, recipe, "tell('refused', 'row 3'); raise OSError")
+    assert capfd.readouterr().err == ""
+    run_script(monkeypatch, recipe, "tell('done'); print('deprecated', file=sys.stderr)")
+    assert capfd.readouterr().err == "deprecated\n"
+    monkeypatch.setenv("RLHF_DEBUG", "1")
+    with pytest.raises(RunFailed):
+        run_script(monkeypatch, recipe, "raise OSError('no port')")
+    assert "Traceback" in capfd.readouterr().err
+
+
+# Two workers that save for a second after SIGTERM, both waiting for each other, as a stage does.
+WORKER = """
+import json, os, signal, sys, time
+import torch.distributed as dist
+rank = os.environ["RANK"]
+def tell(state):
+    if rank == "0":
+        content = {"state": state, "step": 1, "steps": 9, "message": ""}
+        open("status.tmp", "w").write(json.dumps(content)); os.replace("status.tmp", "status.json")
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+dist.init_process_group("gloo")
+print(dist.get_world_size(), os.environ["MASTER_PORT"], os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
+      file=open(f"worker-{rank}", "w"))
+open(f"{os.getpid()}.pid", "w")
+dist.barrier()
+tell("running")
+while not asked:
+    time.sleep(0.02)
+time.sleep(1)
+dist.barrier()
+open(f"saved-{rank}", "w")
+tell("stopped")
+"""
+
+
+@pytest.mark.parametrize("kill_launcher", [False, True])
+def test_workers_of_a_group_save_and_are_gone(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, kill_launcher: bool
+) -> None:
+    """Real workers, which live in sessions of their own; the default port is taken meanwhile."""
+    Path("fake_stage.py").write_text(WORKER)
+    two = recipe.model_copy(update={"num_processes": 2})
+    words, environment = launch.command("sft", Path(), two)
+    words = [*words[:-3], "-m", "fake_stage"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(launch, "command", lambda *_: (words, environment))
+    groups: list[int] = []
+    watched = launch._watched
+
+    def watch(group: int, lock: int) -> AbstractContextManager[None]:
+        groups.append(group)
+        return watched(group, lock)
+
+    running = Path("status.json").absolute()
+
+    def end() -> None:
+        assert appears(running, seconds=60)
+        os.kill(groups[0], signal.SIGKILL) if kill_launcher else os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "_watched", watch)
+    Thread(target=end, daemon=True).start()
+    with socket.socket() as taken, held(Path(), 0) as lock:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # taken already is as good
+            taken.bind(("", 29500))
+            taken.listen()
+        with pytest.raises(RunFailed if kill_launcher else SystemExit):
+            launch.run_stage("sft", Path(), two, lock)
+    told = [Path(f"worker-{rank}").read_text().split() for rank in (0, 1)]
+    assert told[0] == told[1]
+    assert (told[0][0], told[0][2]) == ("2", "300")
+    assert told[0][1] != "29500"
+    assert all(Path(f"saved-{rank}").exists() for rank in (0, 1)) != kill_launcher
+    until = monotonic() + 5
+    pids = [int(path.stem) for path in Path().glob("*.pid")]
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and monotonic() < until:
+        sleep(0.05)
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(recipe: Recipe) -> None:
     run = f"""
     from pathlib import Path
@@ -103,9 +273,7 @@ def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(
         launch.run_stage("sft", Path(), load_recipe("recipe.yaml"), lock)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(run)])
-    until = monotonic() + 20
-    while not Path("status.json").exists() and monotonic() < until:
-        sleep(0.05)
+    assert appears(Path("status.json"))
     sleep(0.3)  # for the watcher to be there
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

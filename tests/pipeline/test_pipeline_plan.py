@@ -10,6 +10,8 @@ from rlhf.data.errors import SettingsError
 from rlhf.pipeline.plan import Scope, Step, make_plan
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.runner import run
+from rlhf.stages.artifact import Identity, identify
+from rlhf.stages.settings import StageSettings
 
 RUN = Path("run")
 
@@ -98,6 +100,34 @@ def test_force_makes_a_sibling_and_later_runs_use_it(finished: Path, stages: Fak
     assert (first / "manifest.json").exists()
     third = plan(scope=Scope(force=frozenset(["sft"])))["sft"].folder
     assert third not in (None, first, again["sft"].folder)
+
+
+def test_data_and_models_are_hashed_once_whatever_the_attempt(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        run(load_recipe("recipe.yaml"), RUN, Scope(force=frozenset(["sft"])), say=lambda text: None)
+    hashed: list[StageSettings] = []
+
+    def counted(settings: StageSettings) -> Identity:
+        hashed.append(settings)
+        return identify(settings)
+
+    monkeypatch.setattr("rlhf.pipeline.plan.identify", counted)
+    forced = plan(scope=Scope(last="sft", force=frozenset(["sft"])))["sft"]
+    assert [settings.stage for settings in hashed] == ["pretrain", "sft"]
+    assert forced.settings is not None
+    assert forced.settings.attempt == 3
+    assert forced.identity == identify(forced.settings)
+
+
+def test_a_folder_is_not_believed_by_its_name(finished: Path) -> None:
+    first = plan()["reward"].folder
+    other = plan("reward.learning_rate=0.002")["reward"].folder
+    assert first is not None
+    assert other is not None
+    shutil.copytree(first, other)
+    for scope in (None, Scope(first="ppo")):
+        with pytest.raises(SettingsError, match=rf"{other}: its manifest.json has the key .* move it out of the run"):
+            plan("reward.learning_rate=0.002", scope=scope)
 
 
 def test_only_the_part_asked_for_is_run(finished: Path) -> None:

@@ -77,6 +77,47 @@ def test_a_wrong_shared_value_is_told_once(world: Path) -> None:
     assert refusal("eval_share=2").count("eval_share") == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sft.max_length=100", "sft.max_length: 100 exceeds pretrain.context_length, which is 64; lower it, or raise"),
+        ("reward.max_length=100", "reward.max_length: 100 exceeds pretrain.context_length, which is 64; "),
+        ("ppo.max_new_tokens=50", "ppo.max_prompt_length + ppo.max_new_tokens: 66 exceeds pretrain.context_length"),
+        ("pretrain.context_length=32", "sft.max_length: 64 exceeds pretrain.context_length, which is 32"),
+    ],
+)
+def test_lengths_must_fit_the_model_that_is_pretrained(world: Path, override: str, message: str) -> None:
+    lengths = ["sft.max_length=64", "reward.max_length=64", "ppo.max_prompt_length=16", "ppo.max_new_tokens=48"]
+    lengths = ["pretrain.context_length=64", *lengths]
+    load(*lengths)
+    assert message in refusal(*lengths, override)
+    assert override.split("=")[0] in refusal(*lengths, override)
+
+
+def test_sampled_answers_must_fit_too(world: Path) -> None:
+    sampled = ["reward.num_sampled_answers=1", "reward.judge=json:loads", "reward.max_length=64"]
+    assert "max_new_tokens 64 leaves no room" in refusal(*sampled, "reward.max_new_tokens=64")
+
+
+def test_lengths_are_free_where_the_model_is_another(world: Path) -> None:
+    load("sft.model=owner/name", "sft.max_length=4096", "ppo.max_new_tokens=4096")
+    load("pretrain=null", "sft.max_length=4096")
+
+
+def test_all_default_lengths_fit_together(world: Path) -> None:
+    load()
+
+
+def test_one_share_of_the_prompts_is_held_out_in_all_stages(world: Path) -> None:
+    message = refusal("reward.eval_share=0.2", "ppo.eval_share=0.1")
+    assert message.startswith("reward.eval_share: 0.2 differs from the recipe's 0.1")
+    assert "set eval_share once, at the top" in message
+    assert "ppo" not in message
+    recipe = load("eval_share=0.2", "reward.eval_share=0.2", "pretrain.eval_share=0.01")  # documents are no prompts
+    assert recipe.pretrain is not None
+    assert recipe.pretrain.eval_share == 0.01
+
+
 def test_a_missing_recipe_names_the_shipped_ones(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf.pipeline.recipe.shipped_recipes", lambda: {"demo": None, "shakespeare": None})
     with pytest.raises(SettingsError, match=r"demmo: no such recipe; did you mean 'demo'\? .*: demo, shakespeare"):

@@ -180,6 +180,27 @@ def test_a_signal_ends_the_run_with_its_code(world: Path, stages: FakeStages, st
     assert statuses() == {"pretrain": "done", "sft": "stopped", "reward": "planned", "ppo": "planned"}
 
 
+def test_a_signal_too_late_to_interrupt_a_stage_still_ends_the_run(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = stages.train
+
+    def train_and_stop(stage: str, folder: Path) -> None:
+        train(stage, folder)
+        if stage == "sft":
+            raise SystemExit(143)
+
+    monkeypatch.setattr(stages, "train", train_and_stop)
+    with pytest.raises(RunStopped, match="sft: done; stopped after it; run again") as stopped:
+        run()
+    assert stopped.value.code == 143
+    assert stages.trained == ["pretrain", "sft"]
+    assert statuses() == {"pretrain": "done", "sft": "done", "reward": "planned", "ppo": "planned"}
+    assert summary()["sft"]["metrics"] == {"loss": 1.5}
+    run()
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
+
+
 def test_a_stage_that_exits_by_itself_has_failed(world: Path, stages: FakeStages) -> None:
     stages.in_stage["sft"] = raising(SystemExit(5))
     with pytest.raises(RunFailed, match="sft: ended itself with code 5"):
@@ -204,6 +225,21 @@ def test_two_runs_never_share_a_folder(world: Path, stages: FakeStages, monkeypa
     with held(RUN, 0), pytest.raises(SettingsError, match="another rlhf run is working here"):
         run()
     run()
+
+
+def test_what_another_run_finished_before_the_lock_is_reused(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = runner._create
+
+    def create_late(run_dir: Path) -> None:
+        monkeypatch.setattr(runner, "_create", create)
+        run()  # the other one, from start to end
+        create(run_dir)
+
+    monkeypatch.setattr(runner, "_create", create_late)
+    run()
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
 
 
 def test_status_tells_a_running_stage_from_an_interrupted_one(world: Path, stages: FakeStages) -> None:

@@ -83,6 +83,41 @@ def test_a_stage_that_made_it_worse_is_said_to_be_worse(tmp_path: Path) -> None:
     assert "1.05 → 1.17 against the base model ✗ worse" in words(page(run_dir))
 
 
+def test_true_quality_is_drawn_from_where_sft_stood(tmp_path: Path) -> None:
+    """With the names that the ppo stage writes, finished or not."""
+    evaluations = [
+        {"step": 5, "score": 0.2, "kl": 1.0},
+        {"step": 5, "eval_score": 0.1, "eval_sft_score": -0.1, "eval_true_quality": 0.5, "eval_sft_true_quality": 0.4,
+         "eval_win_rate": 0.6, "eval_kl": 1.5, "eval_eos_share": 1.0, "eval_sft_eos_share": 0.9},
+        {"step": 10, "score": 0.4, "kl": 2.0},
+        {"step": 10, "eval_score": 0.5, "eval_sft_score": -0.1, "eval_true_quality": 0.9, "eval_sft_true_quality": 0.4,
+         "eval_win_rate": 0.8, "eval_kl": 2.5, "eval_eos_share": 1.0, "eval_sft_eos_share": 0.9},
+    ]  # fmt: skip
+    for final in ({}, {"sft_true_quality": 0.4, "sft_score": -0.1, "sft_eos_share": 0.9}):
+        drawn = draw_charts("ppo", evaluations, final)
+        quality, score, kl, eos = drawn["charts"]
+        assert (quality["spec"].title, quality["last"], quality["level"]) == (
+            "True quality", {"eval_true_quality": 0.9}, 0.4,
+        )  # fmt: skip
+        assert (score["last"], score["level"]) == ({"score": 0.4, "eval_score": 0.5}, -0.1)
+        assert kl["last"] == {"kl": 2.0, "eval_kl": 2.5}
+        assert (eos["last"], eos["level"]) == ({"eval_eos_share": 1.0}, 0.9)
+        assert [chart["spec"].title for chart in drawn["more_charts"]] == ["eval win rate"]
+    run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE | {"sft_quality": 0.4, "ppo_quality": 0.9}])
+    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", evaluations)
+    html = page(run_dir)
+    assert "True quality eval_true_quality 0.900 SFT 0.386" in words(html)
+    assert "for PPO iterations: new answers" in html
+    assert "the judge, which PPO never optimises directly, only through the reward model" in html
+
+
+def test_an_evaluation_curve_begins_at_the_sft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("rlhf.pipeline.charts._svg", lambda lines, level, salt: drawn.append(lines))
+    draw_charts("ppo", [{"step": 5, "eval_true_quality": 0.5, "eval_sft_true_quality": 0.4}], {})
+    assert drawn == [[[(0, 0.4), (5, 0.5)]]]
+
+
 def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     html = page(make_run(tmp_path / "run", list(METRICS), [SAMPLE]))
     assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)|src=|href=\"(?!#)", html)

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from rlhf.data.collate import pad_left
 from rlhf.stages.generation import sample
-from rlhf.stages.models import response_logprobs
+from rlhf.stages.models import PolicyModel
 
 
 def first_token_shares(policy: Any, number: int, temperature: float) -> torch.Tensor:
@@ -77,5 +77,5 @@ def test_logprobs_of_what_was_sampled_match_the_sampling_law() -> None:
     tokens = sample(policy, prompts, 1, 0.7, [], 0)
     ids, mask = pad_left([p + t for p, t in zip(prompts, tokens.tolist(), strict=True)], 0)
     with torch.no_grad():
-        logprobs, _ = response_logprobs(policy, ids, mask, 1, temperature=0.7)
+        logprobs, _ = PolicyModel(policy)(ids, mask, 1, temperature=0.7)
     assert (-logprobs).exp().mean().item() == pytest.approx(260, rel=0.1)

@@ -1,5 +1,6 @@
 """Scores and log-probabilities: read where they should be, whatever surrounds the row."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf.data.collate import pad_left, pad_right
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages.models import (
+    PolicyModel,
     check_hand_over,
+    check_positions,
     hand_over,
     load_policy,
     load_scalar,
     load_tokenizer,
-    response_logprobs,
     save_folder,
 )
 
@@ -26,14 +28,14 @@ def test_logprobs_do_not_depend_on_left_padding_or_batch_mates(policy: Any) -> N
     row, other = [7, 8, 9, 10, 11], [5] * 30
     alone, mask = pad_left([row], 0)
     together, together_mask = pad_left([row, other], 0)
-    one, _ = response_logprobs(policy, alone, mask, 3, temperature=0.7)
-    two, _ = response_logprobs(policy, together, together_mask, 3, temperature=0.7)
+    one, _ = PolicyModel(policy)(alone, mask, 3, temperature=0.7)
+    two, _ = PolicyModel(policy)(together, together_mask, 3, temperature=0.7)
     assert torch.allclose(one[0], two[0], atol=1e-5)
 
 
 def test_logprobs_are_those_of_the_tokens_at_the_sampling_temperature(policy: Any) -> None:
     ids = torch.tensor([[7, 8, 9, 10]])
-    got, entropy = response_logprobs(policy, ids, torch.ones_like(ids).bool(), 2, temperature=0.5)
+    got, entropy = PolicyModel(policy)(ids, torch.ones_like(ids).bool(), 2, temperature=0.5, with_entropy=True)
     logits = policy(ids).logits[0, 1:3] / 0.5  # positions 1 and 2 judge tokens 2 and 3
     expected = logits.log_softmax(-1)
     assert torch.allclose(got[0], expected[[0, 1], [9, 10]], atol=1e-5)
@@ -99,12 +101,12 @@ def test_a_missing_score_head_is_an_error_and_not_a_random_head(policy_folder: P
         load_scalar(str(policy_folder), tokenizer)
 
 
-def test_missing_weights_of_a_policy_are_an_error(policy_folder: Path) -> None:
+def test_missing_weights_of_a_policy_are_an_error(policy_folder: Path, tokenizer: Any) -> None:
     weights = load_file(policy_folder / "model.safetensors")
     del weights["model.layers.0.self_attn.q_proj.weight"]
     save_file(weights, policy_folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(RefusedError, match="lacks the weights"):
-        load_policy(str(policy_folder))
+        load_policy(str(policy_folder), tokenizer)
 
 
 def test_tied_embeddings_are_still_tied_after_saving(policy_folder: Path) -> None:
@@ -129,7 +131,46 @@ def test_two_models_with_different_tokenizers_are_refused_with_both_values(token
         check_hand_over(ours, {**ours, "vocab_size": 300}, "ppo.model", "ppo.reward_model")
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(RefusedError, match="no causal language model in"):
-        load_policy(str(tmp_path))
+        load_policy(str(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_logprobs_in_chunks_have_the_same_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, cap: float | None
+) -> None:
+    gradients = []
+    for numbers in (2**27, 260 * 3):  # all at once; three tokens at a time
+        monkeypatch.setattr("rlhf.stages.models.LOGITS_AT_ONCE", numbers)
+        reader = PolicyModel(tiny_policy())
+        reader.softcap = cap
+        ids = torch.arange(7, 21).view(2, 7)
+        logprobs, _ = reader(ids, torch.ones_like(ids).bool(), 5, 0.7)
+        logprobs.square().sum().backward()
+        gradients.append([logprobs.detach(), *(p.grad for p in reader.parameters())])
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()
+
+
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused() -> None:
+    reader = PolicyModel(tiny_policy())
+    ids = torch.arange(7, 14)[None]
+    reader.check_head(ids, torch.ones_like(ids).bool())
+    reader.scale = 1.5  # as if the model did something that we do not know of
+    with pytest.raises(RefusedError, match="does not take its logits straight from its last hidden state"):
+        reader.check_head(ids, torch.ones_like(ids).bool())
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_sizes(policy_folder: Path, tokenizer: Any) -> None:
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["<new>"])
+    with pytest.raises(RefusedError, match="the tokenizer has 261 tokens, the model 260 embeddings"):
+        load_policy(str(policy_folder), larger)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
+    check_positions("sft.max_length", 64, tiny_policy())
+    with pytest.raises(SettingsError, match=r"sft\.max_length is 65, but the model has 64 positions"):
+        check_positions("sft.max_length", 65, tiny_policy())

@@ -1,16 +1,17 @@
 """A rollout holds what was sampled and what every model says about it; the update sees the same numbers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from stages_world import tiny_policy
 
-from rlhf.stages.models import load_scalar, response_logprobs
+from rlhf.stages.models import PolicyModel, load_scalar
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
-from rlhf.stages.ppo.train import shaped_scores
+from rlhf.stages.ppo.shaping import shaped_scores
 
 PROMPTS = [[7, 8, 9, 10], [11], [12, 0, 13]]  # 0 is pad and eos, and stands inside a prompt
 
@@ -26,9 +27,15 @@ def settings(**fields: Any) -> PPOSettings:
 
 
 def roll(policy: Any, scorer: Any, reference: Any = None, **fields: Any) -> Rollout:
+    policy, reference = PolicyModel(policy), PolicyModel(reference or policy)
     torch.manual_seed(2)
     stops = [0, 17, 40, *range(100, 200)]  # many, so that some responses end early
-    return collect(policy, reference or policy, scorer, scorer, PROMPTS, settings(**fields), stops, 0)
+    return collect(policy, reference, scorer, scorer, PROMPTS, settings(**fields), stops, 0)
+
+
+def shape(rollout: Rollout, state: dict[str, Any] | None = None, **fields: Any) -> torch.Tensor:
+    alone: Any = SimpleNamespace(settings=settings(**fields), state={} if state is None else state, sum=lambda x: x)
+    return shaped_scores(alone, rollout)
 
 
 def test_policy_and_reference_with_equal_weights_have_no_kl(policy: Any, scorer: Any) -> None:
@@ -39,7 +46,7 @@ def test_the_ratio_is_one_before_the_first_update_whatever_the_microbatch(policy
     rollout = roll(policy, scorer)
     for row in range(3):
         part = rollout[[row]]
-        logprobs, _ = response_logprobs(policy, part.input_ids, part.attention_mask, part.mask.shape[1], 0.7)
+        logprobs, _ = PolicyModel(policy)(part.input_ids, part.attention_mask, part.mask.shape[1], 0.7)
         assert torch.where(part.mask, logprobs - part.logprobs, 0.0).abs().max().item() < 1e-5
 
 
@@ -61,7 +68,7 @@ def test_junk_after_the_stop_token_reaches_no_logprob_value_or_score(policy: Any
     assert not rollout.mask.all(), "the test needs a response that ends early"
     junk = torch.where(rollout.attention_mask, rollout.input_ids, 99)
     with torch.no_grad():
-        logprobs, _ = response_logprobs(policy, junk, rollout.attention_mask, length, 0.7)
+        logprobs, _ = PolicyModel(policy)(junk, rollout.attention_mask, length, 0.7)
         values = response_values(scorer, junk, rollout.attention_mask, length)
     assert torch.where(rollout.mask, logprobs - rollout.logprobs, 0.0).abs().max().item() < 1e-6
     assert torch.where(rollout.mask, values - rollout.values, 0.0).abs().max().item() < 1e-6
@@ -87,14 +94,14 @@ def test_the_score_is_that_of_prompt_and_response_alone(policy: Any, scorer: Any
 def test_an_answer_without_eos_pays_and_one_that_ends_in_the_last_slot_does_not(policy: Any, scorer: Any) -> None:
     rollout = roll(policy, scorer)[[0, 1]]
     rollout.scores, rollout.ended = torch.tensor([0.7, 0.7]), torch.tensor([False, True])
-    assert shaped_scores(rollout, settings()).tolist() == pytest.approx([0.7, 0.7])
-    assert shaped_scores(rollout, settings(missing_eos_penalty=1.0)).tolist() == pytest.approx([-1.0, 0.7])
-    subtracted = settings(missing_eos_penalty=1.0, missing_eos="subtract")
-    assert shaped_scores(rollout, subtracted).tolist() == pytest.approx([-0.3, 0.7])
+    assert shape(rollout).tolist() == pytest.approx([0.7, 0.7])
+    assert shape(rollout, missing_eos_penalty=1.0).tolist() == pytest.approx([-1.0, 0.7])
+    assert shape(rollout, missing_eos_penalty=1.0, missing_eos="subtract").tolist() == pytest.approx([-0.3, 0.7])
 
 
 def test_a_response_that_ends_in_the_last_slot_has_ended(policy: Any, scorer: Any) -> None:
     torch.manual_seed(2)
-    rollout = collect(policy, policy, scorer, None, PROMPTS, settings(max_new_tokens=1), list(range(260)), 0)
+    reader = PolicyModel(policy)
+    rollout = collect(reader, reader, scorer, None, PROMPTS, settings(max_new_tokens=1), list(range(260)), 0)
     assert rollout.ended.all()
     assert rollout.mask.all()

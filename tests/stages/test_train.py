@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stages_world import inputs, run_stage
+from stages_world import TINY, inputs, run_stage
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.errors import RefusedError
@@ -186,9 +186,11 @@ def test_fewer_prompts_than_a_rollout_still_train(chain: Chain, tmp_path: Path) 
     [
         ("pretrain", {"block_size": 96, "data": {"path": "tiny.txt"}}, "tokens, but a block needs 97"),
         ("sft", {"max_length": 8}, r"sft\.max_length: .* nothing is left to train on"),
-        ("reward", {"max_length": 8}, r"reward\.max_length: no prompt keeps two answers"),
-        ("ppo", {"max_prompt_length": 3}, r"ppo\.data: none of \d+ prompts is left"),
-        ("ppo", {"max_new_tokens": 90}, r"= 154 exceeds the model's 96 positions"),
+        ("reward", {"max_length": 8, "num_sampled_answers": 0}, r"reward\.max_length: no prompt keeps two answers"),
+        ("sft", {"max_length": 97}, r"sft\.max_length is 97, but the model has 96 positions"),
+        ("reward", {"max_length": 97}, r"reward\.max_length is 97, but the model has 96 positions"),
+        ("ppo", {"max_prompt_length": 3}, r"ppo\.max_prompt_length: none of \d+ prompts fits in 3 tokens"),
+        ("ppo", {"max_new_tokens": 90}, "is 154, but the model has 96 positions"),
         ("ppo", {"precision": "bf16"}, r"ppo\.precision: bf16 is not supported by this device"),
     ],
 )
@@ -204,6 +206,41 @@ def test_what_cannot_work_is_refused_before_training(
     assert not (tmp_path / stage / "metrics.jsonl").exists()
 
 
+def test_a_finished_folder_is_never_trained_over(chain: Chain) -> None:
+    before = {path: path.read_bytes() for path in chain["sft"].rglob("*") if path.is_file()}
+    with pytest.raises(RefusedError, match="is finished"):
+        run_stage("sft", chain["sft"], **inputs("sft", chain))
+    assert {path: path.read_bytes() for path in chain["sft"].rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_signal_in_the_last_step_lets_the_stage_finish_and_then_stops_the_run(
+    chain: Chain, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = {"pretrain": 6, "sft": 6, "reward": 6, "ppo": 5}[stage]
+    at_step(monkeypatch, last, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Stopped) as stopped:
+        run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    assert stopped.value.code == 130
+    assert Artifact(tmp_path / stage).sealed
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_few_rows_are_passed_over_as_often_as_asked(chain: Chain, stage: str, tmp_path: Path) -> None:
+    options = {"sft": {"num": 8}, "reward": {"num": 8}}[stage]
+    source = {**TINY[stage]["data"], "options": options}
+    run_stage(stage, tmp_path / stage, data=source, num_epochs=3, global_batch_size=64, **inputs(stage, chain))
+    assert max(row["step"] for row in rows(tmp_path / stage)) == 3
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_a_single_prompt_cannot_be_split_and_is_refused(chain: Chain, stage: str, tmp_path: Path) -> None:
+    row = {"prompt": "Write about a fox and a kite.", "response": "A", "responses": ["A", "B"], "ranks": [1, 2]}
+    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(RefusedError, match=rf"{stage}\.data: 1 rows to train on and 0 to evaluate on"):
+        run_stage(stage, tmp_path / stage, data=str(tmp_path / "one.jsonl"), **inputs(stage, chain))
+
+
 def test_training_leaves_signal_handlers_as_they_were(chain: Chain, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run_stage("pretrain", tmp_path / "pretrain")
@@ -211,12 +248,13 @@ def test_training_leaves_signal_handlers_as_they_were(chain: Chain, tmp_path: Pa
 
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
-    """Do something when the given step is logged."""
-    log = Runtime.log
+    """Do something the first time that the given step is logged."""
+    log, acted = Runtime.log, []
 
     def log_and_act(self: Runtime, at: int, *arguments: Any, **options: Any) -> None:
         log(self, at, *arguments, **options)
-        if at == step:
+        if at == step and not acted:
+            acted.append(True)
             action()
 
     patch.setattr(Runtime, "log", log_and_act)

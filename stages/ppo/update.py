@@ -1,0 +1,164 @@
+"""The update phase: optimiser steps of policy and critic on one rollout."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.data.collate import batch_indices
+from rlhf.stages.models import PolicyModel
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.objective import kl_estimate, loss_denominator, policy_loss, value_loss
+from rlhf.stages.ppo.rollout import Rollout, response_values
+from rlhf.stages.ppo.shaping import Targets
+from rlhf.stages.runtime import Runtime
+
+TARGET_KL_SLACK = 1.5  # as in OpenAI's Spinning Up
+
+
+class Updater:
+    """Policy, critic and their optimisers; call it once per rollout."""
+
+    def __init__(
+        self,
+        run: Runtime[PPOSettings],
+        policy: torch.nn.Module,
+        critic: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        ptx_blocks: Tensor | None,
+    ) -> None:
+        self.run, self.policy, self.critic, self.optimizers = run, policy, critic, optimizers
+        self.ptx_blocks = ptx_blocks  # [N, T + 1] of raw text
+        self.ema = MovingAverage(run.unwrap(policy), run.settings.ema_decay)
+        if run.settings.ema_decay is not None:
+            run.accelerator.register_for_checkpointing(self.ema)
+
+    def __call__(self, rollout: Rollout, targets: Targets, iteration: int, kl_coef: float) -> dict[str, float]:
+        """num_epochs × num_minibatches optimiser steps; returns statistics averaged over those that were made."""
+        run, settings = self.run, self.run.settings
+        size = len(rollout.mask) // settings.num_minibatches
+        num_steps = settings.num_epochs * settings.num_minibatches
+        policy_learns = iteration >= settings.critic_warmup_iterations
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
+        for step in range(num_steps):
+            minibatch = batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration)
+            # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
+            num_tokens = run.sum(rollout.mask[minibatch].sum())
+            num_values = run.sum(targets.value_mask[minibatch].sum())
+            moved = torch.zeros((), device=run.device)
+            for rows in run.microbatches(minibatch, self.policy, self.critic):
+                part = rollout[rows]
+                stats = self._critic_backward(part, targets.returns[rows], targets.value_mask[rows], num_values)
+                if policy_learns:
+                    stats |= self._policy_backward(part, targets.advantages[rows], num_tokens, size, kl_coef)
+                    moved += stats["approx_kl"]
+                for name, value in stats.items():
+                    sums[name] += value
+            if policy_learns and self.ptx_blocks is not None:
+                sums["ptx_loss"] += self._ptx_backward(iteration * num_steps + step)
+            for model, optimizer, name in zip(
+                (self.policy, self.critic), self.optimizers, ("policy", "critic"), strict=True
+            ):
+                if model is self.critic or policy_learns:
+                    norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+                    sums[f"{name}_grad_norm"] += norm / run.num_processes  # equal on all processes
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if policy_learns:
+                self.ema.update(run.unwrap(self.policy))
+            if settings.target_kl and run.sum(moved).item() > TARGET_KL_SLACK * settings.target_kl:
+                break
+        names = sorted(sums)
+        totals = run.sum(torch.stack([sums[name] for name in names])) / (step + 1)
+        found = dict(zip(names, totals.tolist(), strict=True))
+        return found | {"num_updates": step + 1}
+
+    def _critic_backward(self, part: Rollout, returns: Tensor, mask: Tensor, num_values: Tensor) -> dict[str, Tensor]:
+        settings = self.run.settings
+        values = response_values(self.critic, part.input_ids, part.attention_mask, part.mask.shape[1])
+        clip = float("inf") if settings.value_clip_range is None else settings.value_clip_range
+        loss, stats = value_loss(values, part.values, returns, mask, clip, num_values)
+        self._backward(loss)
+        return stats
+
+    def _policy_backward(
+        self, part: Rollout, advantages: Tensor, num_tokens: Tensor, num_rows: int, kl_coef: float
+    ) -> dict[str, Tensor]:
+        settings = self.run.settings
+        bonus = settings.entropy_coef > 0
+        logprobs, entropy = self.policy(
+            part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature, with_entropy=bonus
+        )
+        denominator = loss_denominator(
+            part.mask, settings.aggregation, num_tokens, num_rows * self.run.num_processes, settings.max_new_tokens
+        )
+        loss, stats = policy_loss(
+            logprobs, part.logprobs, advantages, part.mask, settings.clip_range, settings.dual_clip,
+            num_tokens, denominator,
+        )  # fmt: skip
+
+        def spread(values: Tensor) -> Tensor:
+            return (torch.where(part.mask, values, 0.0) / denominator).sum()
+
+        if settings.kl_in == "loss":
+            kind = settings.kl_estimator or "k2"
+            kl_loss = spread(kl_estimate(logprobs, part.ref_logprobs, kind))
+            loss, stats["kl_loss"] = loss + kl_coef * kl_loss, kl_loss.detach()
+        if bonus:
+            loss = loss - settings.entropy_coef * spread(entropy)
+        self._backward(loss)
+        return stats
+
+    def _ptx_backward(self, step: int) -> Tensor:
+        """InstructGPT's pretraining gradients: the mean loss per token of raw text, added to the same step."""
+        run, settings = self.run, self.run.settings
+        assert self.ptx_blocks is not None
+        rows = batch_indices(len(self.ptx_blocks), settings.ptx_batch_size, step, settings.seed)
+        blocks = self.ptx_blocks[run.shard(rows)].to(run.device)
+        length, total = blocks.shape[1] - 1, torch.zeros((), device=run.device)
+        for piece in blocks.split(settings.microbatch_size or len(blocks)):
+            logprobs, _ = self.policy(piece, torch.ones_like(piece, dtype=torch.bool), length, 1.0)
+            loss = -logprobs.sum() / (settings.ptx_batch_size * length)
+            self._backward(settings.ptx_coef * loss)
+            total += loss.detach()
+        return total
+
+    def _backward(self, loss: Tensor) -> None:
+        self.run.accelerator.backward(loss * self.run.num_processes)  # DDP averages gradients over processes
+
+
+class MovingAverage:
+    """Exponential moving average of a policy's trainable weights, in float32 (it would stall in half precision)."""
+
+    def __init__(self, policy: PolicyModel, decay: float | None) -> None:
+        self.decay = decay
+        self.weights: dict[str, Tensor] = {}
+        if decay is not None:
+            self.weights = {name: p.detach().float().clone() for name, p in _trained(policy)}
+
+    @torch.no_grad()
+    def update(self, policy: PolicyModel) -> None:
+        """Once per optimiser step."""
+        if self.decay is not None:
+            for name, parameter in _trained(policy):
+                self.weights[name].lerp_(parameter.float(), 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self, policy: PolicyModel) -> None:
+        """Exchange the policy's weights with the averages; twice is as if nothing had happened."""
+        for name, parameter in _trained(policy):
+            current = parameter.detach().float().clone()
+            parameter.copy_(self.weights[name])
+            self.weights[name] = current
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.weights
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, weights in state.items():
+            self.weights[name].copy_(weights)
+
+
+def _trained(policy: PolicyModel) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in policy.named_parameters() if p.requires_grad]

@@ -1,0 +1,182 @@
+"""Two processes do what one does: the same step, the same statistics, each prompt once."""
+
+import os
+import socket
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ppo_world import World, make_targets, model_folders, run_ppo, settings
+from stages_world import tiny_policy
+from torch import Tensor
+
+from rlhf.stages.artifact import Artifact
+from rlhf.stages.models import PolicyModel, load_scalar, load_tokenizer
+from rlhf.stages.ppo import rollout as rollout_module
+from rlhf.stages.ppo.evaluate import Evaluator
+from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets
+from rlhf.stages.ppo.train import rollout_stats
+from rlhf.stages.runtime import Runtime
+
+VARIANTS: list[dict[str, Any]] = [
+    {"aggregation": "token_mean", "microbatch_size": 2},
+    {"aggregation": "sequence_mean", "kl_in": "loss", "entropy_coef": 0.1},
+    {"aggregation": "constant", "num_epochs": 2, "whiten_rewards": True, "normalise_scores": True},
+    {"ptx_coef": 0.3, "ptx_data": "held_out.jsonl", "ptx_batch_size": 4, "ptx_block_size": 8, "microbatch_size": 1},
+]
+BLOCKS = torch.arange(1, 37).view(4, 9)
+"""Of raw text; the file that the settings name is only there to be found."""
+STEP: dict[str, Any] = {
+    "sgd": True, "num_epochs": 1, "num_minibatches": 1, "learning_rate": 0.01,
+    "max_grad_norm": 1e9,  # clipping would hide a gradient of the wrong size
+}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """What one process saw."""
+
+    weights: list[Tensor]
+    stats: list[dict[str, float]]
+    rollout_stats: list[dict[str, float]]
+    whitened: list[Tensor]
+    moments: list[Any]
+    gradients: list[Tensor]
+    noise: Tensor
+    answers: list[tuple[str, str]]
+    drawn: list[list[tuple[int, ...]]]
+    metrics: list[dict[str, Any]]
+    final: dict[str, Any]
+
+
+def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
+    """The same eight episodes for one process or shared by two, then an evaluation and a whole stage."""
+    found = Found([], [], [], [], [], [], torch.zeros(0), [], [], [], {})
+    mine = list(range(rank, 8, of))
+    for number, variant in enumerate(VARIANTS):
+        chosen = {**given, **STEP, **variant}
+        sgd, ptx = chosen.pop("sgd"), BLOCKS if "ptx_coef" in variant else None
+        if ptx is not None:
+            chosen["ptx_data"] = str(root / variant["ptx_data"])
+        run = Runtime(settings(**chosen), root / f"update-{of}-{number}")
+        world = World(run, sgd=sgd, ptx=ptx)
+        whole = world.rollout()
+        part = whole[mine]
+        learned = targets(part, shaped_scores(run, part), 0.05, run.settings)
+        if number == 0:  # targets that do not depend on whitening
+            given_targets = make_targets(whole)
+            learned = Targets(*(getattr(given_targets, f.name)[mine] for f in fields(Targets)))
+        found.whitened.append(learned.advantages)
+        found.rollout_stats.append(rollout_stats(run, part, learned.returns))
+        found.stats.append(world.update(part, learned))
+        found.weights.append(world.weights())
+        found.moments.append(run.state.get("score_moments"))
+        run.seed(per_process=True)
+        found.noise = torch.rand(4)
+        if number == 0:
+            tokenizer = load_tokenizer(given["model"])
+            reader = PolicyModel(tiny_policy())
+            scorer = load_scalar(given["reward_model"], tokenizer).eval()
+            prompts = [[{"role": "user", "content": f"p{i}"}] for i in range(7)]
+            evaluator = Evaluator(run, tokenizer, reader, scorer, prompts, [[30 + i] * (1 + i % 3) for i in range(7)])
+            found.answers = [(answer.prompt, answer.response) for answer in evaluator(reader)]
+        run.close()
+    sample, drawn = rollout_module.sample, found.drawn
+
+    def watch(model: Any, prompts: list[list[int]], *more: Any) -> Tensor:
+        drawn.append([tuple(prompt) for prompt in prompts])
+        return sample(model, prompts, *more)
+
+    rollout_module.sample = watch
+    (root / f"stage-{of}").mkdir(exist_ok=True)
+    found.final = run_ppo(
+        root / f"stage-{of}", given, num_iterations=3, eval_every=3, num_samples_per_prompt=2, save_every=1,
+        kl_target=0.1, kl_horizon=50,
+    )  # fmt: skip
+    rollout_module.sample = sample
+    found.metrics = Artifact(root / f"stage-{of}").metrics
+    return found
+
+
+def process(rank: int, port: int, root: str, given: dict[str, str]) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    torch.save(act(Path(root), given, rank, 2), Path(root) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[Found, list[Found]]:
+    """What one process found, and what each of two did."""
+    root = tmp_path_factory.mktemp("distributed")
+    given = model_folders(root, tokenizer)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    torch.multiprocessing.spawn(process, (port, str(root), given), nprocs=2)
+    return act(root, given, 0, 1), [torch.load(root / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+Outcome = tuple[Found, list[Found]]
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_two_processes_make_the_step_of_one(outcome: Outcome, variant: int) -> None:
+    alone, both = outcome
+    start = alone.weights[variant]
+    for found in both:
+        torch.testing.assert_close(found.weights[variant], start, rtol=1e-5, atol=1e-5)
+    assert torch.equal(both[0].weights[variant], both[1].weights[variant])
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_statistics_are_those_of_all_episodes_and_equal_everywhere(outcome: Outcome, variant: int) -> None:
+    alone, both = outcome
+    for found in both:
+        assert found.stats[variant] == pytest.approx(alone.stats[variant], rel=1e-4, abs=1e-5)
+        assert found.rollout_stats[variant] == pytest.approx(alone.rollout_stats[variant], rel=1e-4, abs=1e-5)
+    assert both[0].stats == both[1].stats
+
+
+def test_whitening_and_score_moments_are_those_of_all_episodes(outcome: Outcome) -> None:
+    alone, both = outcome
+    for variant in (1, 2):
+        for rank, found in enumerate(both):
+            ours, theirs = found.whitened[variant], alone.whitened[variant][rank::2]
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert both[0].moments[2] == both[1].moments[2] == pytest.approx(alone.moments[2])
+    assert alone.moments[2] == {"count": 8, "sum": 28, "squares": 140}  # scores 0 … 7
+
+
+def test_an_evaluation_counts_each_of_an_odd_number_of_prompts_once_and_in_order(outcome: Outcome) -> None:
+    for found in outcome[1]:
+        assert [prompt for prompt, _ in found.answers] == [f"p{i}" for i in range(7)]
+    assert outcome[1][0].answers == outcome[1][1].answers
+
+
+def test_processes_draw_from_streams_of_their_own(outcome: Outcome) -> None:
+    one, two = (found.noise for found in outcome[1])
+    assert not torch.equal(one, two)
+
+
+def test_a_rollouts_prompts_are_shared_without_doubles(outcome: Outcome) -> None:
+    alone, both = outcome
+    ours = [prompts for prompts in alone.drawn if len(prompts) == 8]
+    theirs = list(zip(*(found.drawn for found in both), strict=True))
+    shared = [sorted(a + b) for a, b in theirs if len(a) == len(b) == 4]
+    assert len(ours) == len(shared) == 3
+    assert [sorted(prompts) for prompts in ours] == shared
+
+
+def test_a_stage_of_two_processes_writes_once_and_returns_the_same_figures_everywhere(outcome: Outcome) -> None:
+    alone, both = outcome
+    assert [row["step"] for row in both[0].metrics] == [1, 2, 3]
+    assert both[0].metrics[0].keys() == alone.metrics[0].keys()
+    assert both[0].final.keys() == alone.final.keys()
+    assert both[0].final == both[1].final
+    assert abs(both[0].metrics[0]["kl"]) < 1e-5

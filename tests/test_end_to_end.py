@@ -1,0 +1,174 @@
+"""The whole chain through the command line on a small recipe, and every command that the README shows."""
+
+import glob
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RLHF = str(Path(sys.executable).parent / "rlhf")
+
+# The demo with a tenth of a per cent of the work.
+SMALL = [
+    *("pretrain.hidden_size=16", "pretrain.num_layers=1", "pretrain.num_heads=2", "pretrain.num_steps=4"),
+    *("pretrain.eval_every=2", "pretrain.data.options.num=150", "sft.data.options.num=60", "sft.num_epochs=1"),
+    *("reward.data.options.num=40", "reward.num_epochs=1", "reward.max_new_tokens=16", "ppo.max_new_tokens=16"),
+    *("ppo.num_iterations=2", "ppo.rollout_batch_size=8", "ppo.num_eval_samples=1"),
+]
+
+
+def rlhf(*words: str, cwd: Path, code: int = 0, typed: str = "") -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [RLHF, *words], cwd=cwd, input=typed, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, f"rlhf {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def summary(run: Path) -> dict[str, Any]:
+    stages: dict[str, Any] = json.loads((run / "summary.json").read_text())["stages"]
+    return stages
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory in which `rlhf run demo` ran once, small, and with files of a user's own beside it."""
+    home = tmp_path_factory.mktemp("home")
+    rlhf("run", "demo", *SMALL, cwd=home)
+    recipe = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
+    assert recipe is not None
+    base = str(next((home / "runs" / "demo").glob("pretrain-*/model")).relative_to(home))
+    text = recipe.group(1).replace("Qwen/Qwen3-0.6B", base)
+    text = text.replace("sft:\n", "sft:\n  max_length: 96\n  global_batch_size: 4\n")
+    text = text.replace("reward:\n", "reward:\n  max_length: 96\n  global_batch_size: 4\n")
+    text = text.replace(
+        "ppo:\n",
+        "ppo:\n  num_iterations: 2\n  rollout_batch_size: 4\n  max_prompt_length: 64\n  max_new_tokens: 8\n",
+    )
+    (home / "mine.yaml").write_text(text)
+    heroes = ("fox", "cat", "dog", "bear", "duck", "goat", "king", "wolf")
+    write(home / "demonstrations.jsonl", [{"prompt": f"Who is {h}?", "response": f"A {h}."} for h in heroes])
+    write(home / "rankings.jsonl", [
+        {"prompt": f"Who is {h}?", "responses": [f"A {h}.", "No.", "Who?"], "ranks": [1, 2, 2]} for h in heroes
+    ])  # fmt: skip
+    write(home / "prompts.jsonl", [{"prompt": f"Who is {h}?"} for h in heroes])
+    return home
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_one_command_takes_raw_text_to_a_ppo_tuned_model(home: Path) -> None:
+    run = home / "runs" / "demo"
+    stages = summary(run)
+    assert list(stages) == ["pretrain", "sft", "reward", "ppo"]
+    names = {
+        "pretrain": {"val_loss", "vocab_size"},
+        "sft": {"eval_loss", "base_eval_loss"},
+        "reward": {"accuracy", "longer_wins_accuracy"},
+        "ppo": {"true_quality", "sft_true_quality", "win_rate", "kl", "eos_share", "sft_eos_share"},
+    }
+    for stage, entry in stages.items():
+        assert set(entry) >= {"status", "folder", "model", "seconds", "metrics"}
+        assert entry["status"] == "done"
+        assert names[stage] <= set(entry["metrics"])
+        assert (run / entry["folder"] / "manifest.json").is_file()
+        assert (run / entry["model"] / "config.json").is_file()
+        assert (run / entry["model"] / "chat_template.jinja").is_file()
+    assert (run / "recipe.yaml").is_file()
+    report = (run / "report.html").read_text(encoding="utf-8")
+    assert "<svg" in report
+    assert not re.search(r"(src|href)=[\"']https?:", report)
+
+
+def test_the_same_command_again_reuses_all_and_touches_nothing(home: Path) -> None:
+    run = home / "runs" / "demo"
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    said = rlhf("run", "demo", *SMALL, cwd=home).stdout
+    assert said.count(": reuse ") == 4
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_the_plan_after_a_changed_setting_names_what_would_run_and_why(home: Path) -> None:
+    said = rlhf("plan", "demo", *SMALL, "reward.learning_rate=5e-4", cwd=home).stdout
+    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    assert "reuse" in lines["pretrain"]
+    assert "reuse" in lines["sft"]
+    assert "run" in lines["reward"]
+    assert "reward.learning_rate 0.001 → 0.0005" in lines["reward"]
+    assert "its input reward will be new" in lines["ppo"]
+
+
+def readme_commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("rlhf ")]
+
+
+def test_every_command_of_the_readme_runs(home: Path) -> None:
+    shutil.copy(ROOT / "accelerate_config.yaml", home)
+    commands = readme_commands()
+    assert len(commands) >= 10
+    processes = []
+    for command in commands:
+        words = [word for part in shlex.split(command)[1:] for word in (glob.glob(part, root_dir=home) or [part])]
+        launched = any(word.startswith(("num_processes=", "accelerate_config=")) for word in words)
+        before = set(home.glob("runs/mine/ppo-*"))
+        said = rlhf(*words, *(["--force", "ppo"] if launched else []), cwd=home, typed="Who is the fox?\n")
+        assert said.stderr == ""
+        if launched:  # and not reused
+            (new,) = set(home.glob("runs/mine/ppo-*")) - before
+            processes.append(json.loads((new / "manifest.json").read_text())["made_with"]["processes"])
+    assert processes == [4, 1]
+    assert os.path.exists(home / "runs" / "only-sft" / "summary.json")
+
+
+def test_two_processes_run_all_four_stages(home: Path) -> None:
+    rlhf("run", "demo", *SMALL, "num_processes=2", "--run-dir", "runs/two", cwd=home)
+    one, two = summary(home / "runs" / "demo"), summary(home / "runs" / "two")
+    for stage, entry in two.items():
+        manifest = json.loads((home / "runs" / "two" / entry["folder"] / "manifest.json").read_text())
+        assert manifest["made_with"]["processes"] == 2
+        assert entry["metrics"].keys() == one[stage]["metrics"].keys()
+    for stage, name in (("pretrain", "val_loss"), ("sft", "base_eval_loss"), ("reward", "accuracy")):
+        assert two[stage]["metrics"][name] == pytest.approx(one[stage]["metrics"][name], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["demo", "ppo.data=nothing.jsonl"], "nothing.jsonl"),
+        (["demo", "sft.data=empty.jsonl"], "empty.jsonl: it is empty"),
+        (["demo", "ppo.kl_coeff=0.1"], "ppo: no setting 'kl_coeff'; did you mean 'kl_coef'?"),
+        (["demo", "rewrad.learning_rate=1"], "did you mean 'reward'?"),
+        (["demo", "sft.learning_rate=-1"], "sft.learning_rate"),
+        (["demo", "sft.data=unanswered.jsonl"], "unanswered.jsonl row 2: empty response"),
+        (["demo", "--run-dir", "a-file"], "a-file"),
+        (["domo"], "did you mean 'demo'?"),
+    ],
+)
+def test_bad_input_is_refused_with_code_2_and_one_message_before_anything_is_written(
+    home: Path, change: list[str], message: str
+) -> None:
+    (home / "empty.jsonl").write_text("")
+    (home / "a-file").write_text("mine")
+    write(home / "unanswered.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": " "}])
+    run = home / "runs" / "demo"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    folders = set(os.listdir(run))
+    refused = rlhf("run", *change, cwd=home, code=2)
+    assert message in refused.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert set(os.listdir(run)) == folders
+    assert (home / "a-file").read_text() == "mine"
