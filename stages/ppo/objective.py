@@ -198,6 +198,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     if kind == "k2":
         return log_ratio.square() / 2
     if kind == "k3":
+        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # e^100 is infinite in float32
         return torch.expm1(-log_ratio) + log_ratio
     raise ValueError(f"kind is {kind!r}; the KL estimators are k1, k2 and k3")
 

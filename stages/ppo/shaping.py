@@ -34,7 +34,8 @@ def shaped_scores(run: Runtime[PPOSettings], rollout: Rollout) -> Tensor:
 
 def update_moments(run: Runtime[Any], moments: dict[str, float], scores: Tensor) -> tuple[float, float]:
     """Take the scores of all processes into the running sums; returns mean and standard deviation so far."""
-    sums = torch.stack([torch.ones_like(scores).sum(), scores.sum(), scores.square().sum()]).cpu().double()
+    scores = scores.cpu().double()  # first: in float32 the squares of large, close scores are all alike
+    sums = torch.stack([torch.ones_like(scores).sum(), scores.sum(), scores.square().sum()])
     for name, value in zip(("count", "sum", "squares"), run.sum(sums).tolist(), strict=True):
         moments[name] += value
     mean = moments["sum"] / moments["count"]
@@ -44,11 +45,11 @@ def update_moments(run: Runtime[Any], moments: dict[str, float], scores: Tensor)
 
 @dataclass
 class Targets:
-    """What the update learns from, all [B,R]."""
+    """What the update learns from."""
 
-    advantages: Tensor
-    returns: Tensor
-    value_mask: Tensor
+    advantages: Tensor  # [B,R]
+    returns: Tensor  # [B,R]
+    value_mask: Tensor  # [B,R]
     """Where the critic learns: the response, and with `score_placement: after_eos` one slot more."""
 
 

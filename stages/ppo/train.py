@@ -95,9 +95,10 @@ def train(folder: str | Path) -> dict[str, Any]:
         if iteration == start:
             self_check(run, policy, rollout, first=iteration == 0)
         kl_coef = run.state["kl_coef"]
-        learned = targets(rollout, shaped_scores(run, rollout), kl_coef, settings)
+        shaped = shaped_scores(run, rollout)
+        learned = targets(rollout, shaped, kl_coef, settings)
         stats = update(rollout, learned, iteration, kl_coef)
-        row = {**rollout_stats(run, rollout, learned.returns), **stats, "kl_coef": kl_coef}
+        row = {**rollout_stats(run, rollout, shaped, learned.returns, kl_coef), **stats, "kl_coef": kl_coef}
         row["learning_rate"] = settings.learning_rate * rate
         if settings.kl_target is not None:
             controller = AdaptiveKL(kl_coef, settings.kl_target, settings.kl_horizon)
@@ -141,15 +142,20 @@ def ptx_blocks(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) ->
     return blocks(tokens, settings.ptx_block_size, "ppo.ptx_data")
 
 
-def rollout_stats(run: Runtime[PPOSettings], rollout: Rollout, returns: Tensor) -> dict[str, float]:
-    """Means over episodes (kl, score, length, eos_share) and over tokens, all processes together."""
+def rollout_stats(
+    run: Runtime[PPOSettings], rollout: Rollout, shaped: Tensor, returns: Tensor, kl_coef: float
+) -> dict[str, float]:
+    """Means over episodes and over tokens, all processes together; kl is in nats per response."""
     mask = rollout.mask
-    residual, targets = (torch.where(mask, x, 0.0) for x in (returns - rollout.values, returns))
+    residual, returns = (torch.where(mask, x, 0.0) for x in (returns - rollout.values, returns))
+    # Double before they are squared: float32 loses the variance of large numbers that lie close together.
+    scores, residual, returns = (x.cpu().double() for x in (rollout.scores, residual, returns))
     sums = torch.stack([x.sum().cpu().double() for x in (
-        rollout.kl, rollout.scores, rollout.scores.square(), rollout.ended, torch.where(mask, rollout.entropy, 0.0),
-        residual, residual.square(), targets, targets.square(), mask, mask.any(-1),
+        rollout.kl, scores, scores.square(), shaped, rollout.ended,
+        torch.where(mask, rollout.entropy, 0.0), residual, residual.square(), returns, returns.square(),
+        mask, mask.any(-1),
     )])  # fmt: skip
-    kl, score, score2, ended, entropy, res, res2, ret, ret2, tokens, episodes = run.sum(sums).tolist()
+    kl, score, score2, final, ended, entropy, res, res2, ret, ret2, tokens, episodes = run.sum(sums).tolist()
 
     def variance(first: float, second: float, count: float) -> float:
         return max(second / count - (first / count) ** 2, 0.0)
@@ -159,6 +165,9 @@ def rollout_stats(run: Runtime[PPOSettings], rollout: Rollout, returns: Tensor) 
         "score": score / episodes,
         "score_std": variance(score, score2, episodes) ** 0.5,
         "kl": kl / episodes,
+        "kl_per_token": kl / tokens,
+        "non_score_reward": -kl_coef * kl / episodes,
+        "rlhf_reward": (final - kl_coef * kl) / episodes,
         "entropy": entropy / tokens,
         "eos_share": ended / episodes,
         "length": tokens / episodes,

@@ -103,7 +103,9 @@ class Updater:
 
         if settings.kl_in == "loss":
             kind = settings.kl_estimator or "k2"
-            kl_loss = spread(kl_estimate(logprobs, part.ref_logprobs, kind))
+            # Masked before the estimator: a NaN in an uncounted slot would come back through the gradient.
+            ours, theirs = (torch.where(part.mask, x, 0.0) for x in (logprobs, part.ref_logprobs))
+            kl_loss = spread(kl_estimate(ours, theirs, kind))
             loss, stats["kl_loss"] = loss + kl_coef * kl_loss, kl_loss.detach()
         if bonus:
             loss = loss - settings.entropy_coef * spread(entropy)

@@ -69,7 +69,7 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             given_targets = make_targets(whole)
             learned = Targets(*(getattr(given_targets, f.name)[mine] for f in fields(Targets)))
         found.whitened.append(learned.advantages)
-        found.rollout_stats.append(rollout_stats(run, part, learned.returns))
+        found.rollout_stats.append(rollout_stats(run, part, part.scores, learned.returns, 0.1))
         found.stats.append(world.update(part, learned))
         found.weights.append(world.weights())
         found.moments.append(run.state.get("score_moments"))

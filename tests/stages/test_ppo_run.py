@@ -70,12 +70,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
 
 
 def test_each_prompt_is_drawn_once_before_any_is_drawn_again(given: Given, tmp_path: Path, drawn: list) -> None:
-    run_ppo(tmp_path / "ppo", given, num_iterations=6)  # 48 episodes from 12 prompts: four times through
-    assert [len(prompts) for prompts in drawn] == [8] * 6
+    run_ppo(tmp_path / "ppo", given, num_iterations=3)  # 24 episodes from 12 prompts: twice through
+    assert [len(prompts) for prompts in drawn] == [8] * 3
     stream = [prompt for prompts in drawn for prompt in prompts]
-    epochs = [stream[i : i + 12] for i in range(0, 48, 12)]
+    epochs = [stream[i : i + 12] for i in range(0, 24, 12)]
     assert all(len(set(epoch)) == 12 for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert len({tuple(epoch) for epoch in epochs}) == 2
 
 
 def test_samples_of_a_prompt_lie_in_one_rollout_and_differ(given: Given, tmp_path: Path, drawn: list) -> None:
@@ -151,7 +151,7 @@ def test_reference_and_reward_model_are_the_same_after_the_run_and_never_had_a_g
         return evaluate(self, *more)
 
     monkeypatch.setattr(Evaluator, "__call__", watch)
-    run_ppo(tmp_path / "ppo", given, num_iterations=6)
+    run_ppo(tmp_path / "ppo", given, num_iterations=3)
     assert len(seen) == 2  # the evaluator holds reference and reward model
     for model, before in seen.values():
         assert torch.equal(flat(model), before)
@@ -197,7 +197,7 @@ def test_the_self_check_stops_a_run_and_names_the_cause(
 
 def test_a_seed_decides_a_run_bit_for_bit(given: Given, tmp_path: Path) -> None:
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
-        run_ppo(tmp_path / name, given, seed=seed, num_iterations=2)
+        run_ppo(tmp_path / name, given, seed=seed, num_iterations=1)
     assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
     assert rows(tmp_path / "one") == rows(tmp_path / "two")
     assert not same(weights(tmp_path / "one"), weights(tmp_path / "other"))
