@@ -101,8 +101,8 @@ def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sco
         found = newest_sealed(stage, run_dir) if side == "before" else None
         return Step(stage, "reuse", "the newest one here", folder=found.folder) if found else None
     if side != "inside":
-        return _outside(stage, settings, run_dir, made, scope)
-    settings, waiting = fill_inputs(settings, made, run_dir)
+        return _outside(stage, settings, recipe, run_dir, made, scope)
+    settings, waiting = fill_inputs(settings, recipe, made, run_dir)
     if waiting:
         _find_inputs(settings)
         inputs = " and ".join(waiting)
@@ -120,7 +120,7 @@ def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sco
     return Step(stage, "run", reason, settings, artifact.folder, identity)
 
 
-def fill_inputs(settings: StageSettings, made: Made, run_dir: Path) -> tuple[StageSettings, list[str]]:
+def fill_inputs(settings: StageSettings, recipe: Recipe, made: Made, run_dir: Path) -> tuple[StageSettings, list[str]]:
     """Settings with empty model fields filled from the stages before; and the stages to be waited for."""
     filled: dict[str, str] = {}
     waiting = []
@@ -128,6 +128,8 @@ def fill_inputs(settings: StageSettings, made: Made, run_dir: Path) -> tuple[Sta
         if getattr(settings, name) is not None:
             continue
         upstream = UPSTREAM[settings.stage, name]
+        if name not in settings.inputs() and upstream not in recipe.stages:
+            continue  # it can do without
         if upstream not in made:
             raise SettingsError(
                 f"{settings.stage}.{name}: not set, and {run_dir} has no finished {upstream}; "
@@ -143,15 +145,14 @@ def fill_inputs(settings: StageSettings, made: Made, run_dir: Path) -> tuple[Sta
 
 def _find_inputs(settings: StageSettings) -> None:
     """Refuse what is not there, for a stage whose key cannot be taken yet."""
-    for name in settings.input_fields:
-        if (model := getattr(settings, name)) is not None:
+    for name, model in settings.inputs().items():
+        if model is not None:
             model_digest(model, f"{settings.stage}.{name}")
     for name in settings.data_fields:
         if (source := getattr(settings, name)) is not None:
             sources.digest(source)
-    for name in settings.code_fields:
-        if (reference := getattr(settings, name)) is not None:
-            sources.load_function(reference)
+    for reference in settings.code().values():
+        sources.load_function(reference)
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -183,13 +184,13 @@ def _holds(artifact: Artifact, identity: Identity) -> bool:
     return True
 
 
-def _outside(stage: str, settings: StageSettings, run_dir: Path, made: Made, scope: Scope) -> Step:
+def _outside(stage: str, settings: StageSettings, recipe: Recipe, run_dir: Path, made: Made, scope: Scope) -> Step:
     """A stage that is not to be run: its result if there is one; before --from, another recipe's will do."""
     before = scope.side(stage) == "before"
     limit = f"before {scope.first}" if before else f"after {scope.last}"
     identity = None
     try:
-        settings, waiting = fill_inputs(settings, made, run_dir)
+        settings, waiting = fill_inputs(settings, recipe, made, run_dir)
         if not waiting:
             settings, identity = _choose_attempt(settings, run_dir)
     except RefusedError:
@@ -245,8 +246,8 @@ def _differences(identity: Identity, manifest: dict[str, Any]) -> list[str]:
     inputs = manifest["inputs"]
     found += [
         f"input {UPSTREAM.get((stage, name), name)} changed"
-        for name, digest in identity.inputs.items()
-        if inputs.get(name) != digest
+        for name in sorted(inputs.keys() | identity.inputs.keys())
+        if inputs.get(name) != identity.inputs.get(name)
     ]
     data = manifest["data"]
     names = sorted(data.keys() | identity.data.keys())

@@ -33,7 +33,7 @@ class Identity:
     inputs: dict[str, str]
     """Digest of each input model, by field name."""
     data: dict[str, str]
-    """Digest of each source of rows (and of each judge's code), by field name."""
+    """Digest of each source of rows (and of the code of judges and rewards), by field name."""
     settings: dict[str, Any]
     """The settings that change the result."""
 
@@ -52,22 +52,17 @@ def identify(settings: StageSettings) -> Identity:
 
     Raises RefusedError for what is not there.
     """
-    data_fields = [*settings.data_fields, *settings.code_fields]
-    left_out = {*settings.not_in_key, *settings.input_fields, *data_fields}
     inputs = {}
-    for name in settings.input_fields:
-        reference = getattr(settings, name)
+    for name, reference in settings.inputs().items():
         if reference is None:
             raise SettingsError(
                 f"{settings.stage}.{name}: not set; name a model folder or hub id, or run the stage before it"
             )
         inputs[name] = model_digest(reference, f"{settings.stage}.{name}")
-    data = {}
-    for name in data_fields:
-        value = getattr(settings, name)
-        if value is not None:
-            data[name] = code_digest(value) if name in settings.code_fields else sources.digest(value)
-    kept = settings.model_dump(mode="json", exclude=left_out)
+    found = {name: getattr(settings, name) for name in settings.data_fields}
+    data = {name: sources.digest(source) for name, source in found.items() if source is not None}
+    data |= {name: code_digest(reference) for name, reference in settings.code().items()}
+    kept = settings.result_settings()
     return Identity(settings.stage, inputs, data, kept)
 
 

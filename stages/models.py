@@ -112,7 +112,7 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
         model, info = AutoModelForSequenceClassification.from_pretrained(
             reference, dtype=torch.float32, num_labels=1, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last for a head of several labels
         raise RefusedError(f"no sequence classifier in '{reference}': {_first_line(error)}") from error
     scalar = ScalarModel(model)
     missing = {key for key in info["missing_keys"] if not (new_head and key.startswith("score."))}

@@ -61,6 +61,19 @@ class StageSettings(Settings):
     attempt: int = Field(0, ge=0)
     """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""
 
+    def inputs(self) -> dict[str, str | None]:
+        """The models that the stage needs, by name; None where one is still to be filled in."""
+        return {name: getattr(self, name) for name in self.input_fields}
+
+    def code(self) -> dict[str, str]:
+        """Each `module:function` that the stage calls, by name."""
+        return {name: value for name in self.code_fields if (value := getattr(self, name)) is not None}
+
+    def result_settings(self) -> dict[str, Any]:
+        """The settings that change the result, without models, data and code, whose digests stand for them."""
+        left_out = {*self.not_in_key, *self.input_fields, *self.data_fields, *self.code_fields}
+        return self.model_dump(mode="json", exclude=left_out)
+
 
 def nearest(name: str, names: list[str]) -> str:
     """'; did you mean X?' or a list of what there is."""

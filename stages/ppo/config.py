@@ -1,11 +1,30 @@
 """Settings of the PPO stage. Defaults follow PPO for language models as in Stiennon et al. and InstructGPT."""
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import StageSettings
+from rlhf.stages.settings import Settings, StageSettings
+
+
+class RewardSpec(Settings):
+    """One more part of the score: a reward model or a Python function."""
+
+    model: str | None = None
+    """Folder or hub id of a one-label sequence classifier (a decoder); with another tokenizer it is given the text."""
+    function: str | None = None
+    """module:function (prompts, responses) -> one finite number per response; both are lists of text."""
+    weight: float = 1.0
+    """What its scores are multiplied by; negative for a cost."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.model is None) == (self.function is None):
+            raise ValueError("a reward is either a model or a function; set one of the two")
+        if self.function is not None and ":" not in self.function:
+            raise ValueError(f"function '{self.function}' is not of the form package.module:function")
+        return self
 
 
 class PPOSettings(StageSettings):
@@ -20,7 +39,13 @@ class PPOSettings(StageSettings):
     model: str | None = None
     """Folder or hub id of the policy's start and reference; the sft stage's model by default."""
     reward_model: str | None = None
-    """Folder or hub id of a one-label sequence classifier; the reward stage's model by default."""
+    """Folder or hub id of a one-label sequence classifier; the reward stage's model by default, if there is one."""
+    rewards: list[RewardSpec] = Field(default_factory=list)
+    """More rewards, models and functions; each times its weight is added to the reward model's score."""
+    ensemble: Literal["mean", "lower_bound"] | None = None
+    """Reward models count as one by their mean, or by mean minus penalty times std; by default they are summed."""
+    ensemble_penalty: float = Field(1.0, ge=0)
+    """Standard deviations between the reward models that lower_bound subtracts."""
     data: Source
     """Prompts; rows with prompt or messages (answers in the rows are ignored)."""
     eval_data: Source | None = None
@@ -132,6 +157,19 @@ class PPOSettings(StageSettings):
     """Iterations between two lines of metrics."""
     save_every: int = Field(5, ge=1)
     """Iterations between two checkpoints of the full training state."""
+
+    def inputs(self) -> dict[str, str | None]:
+        found = super().inputs()
+        if self.rewards and self.reward_model is None:
+            del found["reward_model"]  # optional beside others
+        return found | {f"rewards.{n}": spec.model for n, spec in enumerate(self.rewards) if spec.model is not None}
+
+    def code(self) -> dict[str, str]:
+        listed = {f"rewards.{n}": spec.function for n, spec in enumerate(self.rewards) if spec.function is not None}
+        return super().code() | listed
+
+    def result_settings(self) -> dict[str, Any]:
+        return super().result_settings() | {"rewards": [spec.weight for spec in self.rewards]}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -17,9 +17,10 @@ from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Messages, prompt_text
 from rlhf.stages.artifact import Artifact, read_settings, replace_text
 from rlhf.stages.judge import judge_answers
-from rlhf.stages.models import PolicyModel, ScalarModel, load_policy, load_scalar, load_tokenizer
+from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
+from rlhf.stages.ppo.rewards import Rewards, load_rewards
 from rlhf.stages.ppo.rollout import collect
 from rlhf.stages.runtime import Runtime
 
@@ -45,13 +46,14 @@ class Evaluator:
         run: Runtime[PPOSettings],
         tokenizer: PreTrainedTokenizerBase,
         reference: PolicyModel,
-        scorer: ScalarModel,
+        rewards: Rewards,
         prompts: list[Messages],
         encoded: list[list[int]],
     ) -> None:
-        self.run, self.tokenizer, self.reference, self.scorer = run, tokenizer, reference, scorer
+        self.run, self.tokenizer, self.reference, self.rewards = run, tokenizer, reference, rewards
         repeats = run.settings.num_eval_samples
         self.prompts = [prompt_text(prompt) for prompt in prompts for _ in range(repeats)]
+        self.messages = [prompt for prompt in prompts for _ in range(repeats)]
         self.encoded = [ids for ids in encoded for _ in range(repeats)]
 
     def __call__(self, policy: PolicyModel) -> list[Answer]:
@@ -74,8 +76,8 @@ class Evaluator:
     def _answers(self, policy: PolicyModel, rows: list[int]) -> list[Answer]:
         with self.run.accelerator.autocast():
             rollout = collect(
-                policy, self.reference, self.scorer, None, [self.encoded[i] for i in rows], self.run.settings,
-                [self.tokenizer.eos_token_id], self.tokenizer.pad_token_id,
+                policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
+                [self.messages[i] for i in rows], self.run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
             )  # fmt: skip
         texts = self.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
         columns = (rollout.scores, rollout.kl, rollout.ended, rollout.lengths)
@@ -93,17 +95,16 @@ def evaluate_folder(folder: Path) -> dict[str, float]:
         raise RefusedError(f"{folder}: not a finished ppo stage; it has no manifest.json")
     settings = read_settings(folder, PPOSettings)
     assert settings.model is not None
-    assert settings.reward_model is not None
     run = Runtime(settings, folder, evaluate_only=True)
     tokenizer = load_tokenizer(str(folder / "model"))
     encoded, prompts = encode_prompts(run, tokenizer, read_rows(run)[1])
     policy, reference = (
         PolicyModel(load_policy(model, tokenizer)) for model in (str(folder / "model"), settings.model)
     )
-    scorer = load_scalar(settings.reward_model, tokenizer)
-    for model in (policy, reference, scorer):
+    rewards = load_rewards(settings, tokenizer, policy.model)
+    for model in (policy, reference, rewards):
         model.to(run.device).eval()
-    evaluator = Evaluator(run, tokenizer, reference, scorer, prompts, encoded)
+    evaluator = Evaluator(run, tokenizer, reference, rewards, prompts, encoded)
     figures = comparison(evaluator(reference), evaluator(policy))
     run.close()
     return figures

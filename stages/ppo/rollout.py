@@ -1,16 +1,19 @@
 """The rollout phase: responses sampled from the policy, and what every model says about them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.collate import pad_left
+from rlhf.data.rows import Messages
 from rlhf.stages.generation import sample
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import response_mask
+from rlhf.stages.ppo.rewards import Episodes, Rewards, response_texts
 
 
 @dataclass
@@ -24,7 +27,8 @@ class Rollout:
     ref_logprobs: Tensor  # [B,R] of the reference, at the same temperature
     entropy: Tensor  # [B,R]
     values: Tensor  # [B,R] of the state before each token; zeros without a critic
-    scores: Tensor  # [B] of the reward model, before any penalty
+    scores: Tensor  # [B] of all rewards together, before any penalty
+    reward_scores: Tensor  # [B,N] of each reward, unweighted
     ended: Tensor  # [B] True where the response has a stop token
 
     @property
@@ -48,15 +52,16 @@ class Rollout:
 def collect(
     policy: PolicyModel,
     reference: PolicyModel,
-    scorer: ScalarModel,
+    rewards: Rewards,
     critic: ScalarModel | None,
     prompts: list[list[int]],
+    messages: Sequence[Messages],
     settings: PPOSettings,
     stop_token_ids: list[int],
-    pad_token_id: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Rollout:
     """One response per prompt, with log-probabilities, values and scores. All models are in eval mode."""
-    device = policy.model.device
+    device, pad_token_id = policy.model.device, tokenizer.pad_token_id
     responses = sample(
         policy.model, prompts, settings.max_new_tokens, settings.temperature, stop_token_ids, pad_token_id
     )  # [B,R]
@@ -66,26 +71,27 @@ def collect(
     attention_mask = torch.cat([prompt_mask, mask], dim=1)
     ended = torch.isin(responses, torch.tensor(stop_token_ids, device=device)).any(-1)
     parts = [
-        judge_part(policy, reference, scorer, critic, input_ids[rows], attention_mask[rows], mask[rows], settings)
+        judge_part(policy, reference, critic, input_ids[rows], attention_mask[rows], mask[rows], settings)
         for rows in _chunks(len(prompts), settings.microbatch_size)
     ]
-    logprobs, ref_logprobs, entropy, values, scores = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    texts = response_texts(tokenizer, responses, mask)
+    scores, parts_of_score = rewards(Episodes(input_ids, attention_mask, mask, ended, messages, texts))
+    logprobs, ref_logprobs, entropy, values = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return Rollout(
-        input_ids, attention_mask, mask, logprobs, ref_logprobs, entropy, values, scores, ended
+        input_ids, attention_mask, mask, logprobs, ref_logprobs, entropy, values, scores, parts_of_score, ended
     )  # fmt: skip
 
 
 def judge_part(
     policy: PolicyModel,
     reference: PolicyModel,
-    scorer: ScalarModel,
     critic: ScalarModel | None,
     input_ids: Tensor,
     attention_mask: Tensor,
     mask: Tensor,
     settings: PPOSettings,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logprobs, ref_logprobs, entropy, values [B,R], scores [B]) of one microbatch."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logprobs, ref_logprobs, entropy, values) [B,R] of one microbatch."""
     length = mask.shape[1]
     logprobs, entropy = policy(input_ids, attention_mask, length, settings.temperature, with_entropy=True)
     assert entropy is not None
@@ -93,9 +99,7 @@ def judge_part(
     values = torch.zeros_like(logprobs)
     if critic is not None:
         values = response_values(critic, input_ids, attention_mask, length)
-    in_response = torch.cat([torch.zeros_like(attention_mask[:, :-length]), mask], dim=1)
-    scores = scorer.pool(scorer(input_ids, attention_mask), in_response)
-    return logprobs, ref_logprobs, entropy, values, scores
+    return logprobs, ref_logprobs, entropy, values
 
 
 def response_values(critic: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, num_response: int) -> Tensor:

@@ -17,7 +17,6 @@ from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import (
     PolicyModel,
-    check_hand_over,
     check_positions,
     hand_over,
     load_policy,
@@ -30,6 +29,7 @@ from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Health
 from rlhf.stages.ppo.objective import AdaptiveKL
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
+from rlhf.stages.ppo.rewards import load_rewards
 from rlhf.stages.ppo.rollout import Rollout, collect
 from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import shaped_scores, targets
@@ -42,27 +42,24 @@ def train(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     settings = read_settings(folder, PPOSettings)
     assert settings.model is not None
-    assert settings.reward_model is not None
     tokenizer = load_tokenizer(settings.model)
     run = Runtime(settings, folder)
     run.num_steps = settings.num_iterations
     prompts, eval_prompts = read_rows(run)
-    encoded, _ = encode_prompts(run, tokenizer, prompts)
+    encoded, prompts = encode_prompts(run, tokenizer, prompts)
     eval_encoded, eval_prompts = encode_prompts(run, tokenizer, eval_prompts)
     policy, reference = (PolicyModel(load_policy(settings.model, tokenizer)) for _ in range(2))
-    scorer = load_scalar(settings.reward_model, tokenizer)
-    critic = load_scalar(settings.reward_model, tokenizer)
-    check_hand_over(
-        hand_over(tokenizer, policy.model), hand_over(load_tokenizer(settings.reward_model), scorer.classifier),
-        "ppo.model", "ppo.reward_model",
-    )  # fmt: skip
+    rewards = load_rewards(settings, tokenizer, policy.model)
+    rewards.check_prompts([*prompts, *eval_prompts])
+    if (critic_start := rewards.critic_start) is None:
+        run.say("no reward model reads the policy's tokens: the critic starts as ppo.model with a new head")
+    critic = load_scalar(critic_start or settings.model, tokenizer, new_head=critic_start is None)
     longest = settings.max_prompt_length + settings.max_new_tokens
     check_positions("ppo.max_prompt_length + ppo.max_new_tokens", longest, policy.model)
     # Dropout would make the scored law differ from the sampled one: every model stays in eval mode throughout.
-    for model in (policy, reference, scorer, critic):
+    for model in (policy, reference, rewards, critic):
         model.to(run.device).eval()
-    for frozen in (reference, scorer):
-        frozen.requires_grad_(False)
+    reference.requires_grad_(False)
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
         for model, rate in ((policy, settings.learning_rate), (critic, settings.critic_learning_rate))
@@ -71,9 +68,9 @@ def train(folder: str | Path) -> dict[str, Any]:
     per_prompt = settings.num_samples_per_prompt
     batch_size = settings.rollout_batch_size
     run.batch_size("rollout_batch_size / num_minibatches", batch_size // settings.num_minibatches, batch_size)
-    stops, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
+    stops = [tokenizer.eos_token_id]
     update = Updater(run, policy, critic, optimizers, ptx_blocks(run, tokenizer))
-    evaluator = Evaluator(run, tokenizer, reference, scorer, eval_prompts, eval_encoded)
+    evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded)
     run.say(f"{len(encoded)} prompts, {len(eval_encoded)} held out, {batch_size} episodes an iteration")
     run.seed(per_process=True)
     selection = Selection(run, tokenizer, sft=evaluator(reference))
@@ -89,8 +86,8 @@ def train(folder: str | Path) -> dict[str, Any]:
         batch = run.shard([i for i in rows for _ in range(per_prompt)])
         with run.accelerator.autocast():
             rollout = collect(
-                run.unwrap(policy), reference, scorer, run.unwrap(critic), [encoded[i] for i in batch], settings,
-                stops, pad,
+                run.unwrap(policy), reference, rewards, run.unwrap(critic), [encoded[i] for i in batch],
+                [prompts[i] for i in batch], settings, stops, tokenizer,
             )  # fmt: skip
         if iteration == start:
             self_check(run, policy, rollout, first=iteration == 0)
@@ -98,7 +95,11 @@ def train(folder: str | Path) -> dict[str, Any]:
         shaped = shaped_scores(run, rollout)
         learned = targets(rollout, shaped, kl_coef, settings)
         stats = update(rollout, learned, iteration, kl_coef)
-        row = {**rollout_stats(run, rollout, shaped, learned.returns, kl_coef), **stats, "kl_coef": kl_coef}
+        row = {
+            **rollout_stats(run, rollout, shaped, learned.returns, kl_coef, rewards.names),
+            **stats,
+            "kl_coef": kl_coef,
+        }
         row["learning_rate"] = settings.learning_rate * rate
         if settings.kl_target is not None:
             controller = AdaptiveKL(kl_coef, settings.kl_target, settings.kl_horizon)
@@ -143,7 +144,7 @@ def ptx_blocks(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def rollout_stats(
-    run: Runtime[PPOSettings], rollout: Rollout, shaped: Tensor, returns: Tensor, kl_coef: float
+    run: Runtime[PPOSettings], rollout: Rollout, shaped: Tensor, returns: Tensor, kl_coef: float, rewards: list[str]
 ) -> dict[str, float]:
     """Means over episodes and over tokens, all processes together; kl is in nats per response."""
     mask = rollout.mask
@@ -161,9 +162,12 @@ def rollout_stats(
         return max(second / count - (first / count) ** 2, 0.0)
 
     spread = variance(ret, ret2, tokens)
+    of_each = run.sum(rollout.reward_scores.cpu().double().sum(0)) / episodes
+    each = {f"score_{name}": value for name, value in zip(rewards, of_each.tolist(), strict=True)}
     return {
         "score": score / episodes,
         "score_std": variance(score, score2, episodes) ** 0.5,
+        **(each if len(each) > 1 else {}),
         "kl": kl / episodes,
         "kl_per_token": kl / tokens,
         "non_score_reward": -kl_coef * kl / episodes,

@@ -4,11 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stages_world import inputs, run_stage, tiny_policy
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from rlhf.data.tokens import ensure_chat_template, ensure_pad
+from stages_world import byte_tokenizer, inputs, run_stage, tiny_policy
 
 SHAPES = ("llama", "gpt2")
 
@@ -16,17 +12,7 @@ SHAPES = ("llama", "gpt2")
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """Bytes, three role tokens, and <|endoftext|> (id 0) as eos and pad."""
-    specials = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
-    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens(specials)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
-    ensure_pad(tokenizer)
-    ensure_chat_template(tokenizer)
-    return tokenizer
+    return byte_tokenizer()
 
 
 @pytest.fixture(params=SHAPES)

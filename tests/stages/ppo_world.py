@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stages_world import tiny_policy
+from stages_world import byte_tokenizer, tiny_policy
 from torch import Tensor
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification
 
@@ -14,6 +14,7 @@ from rlhf.data.collate import pad_left
 from rlhf.stages.artifact import write_settings
 from rlhf.stages.models import PolicyModel, ScalarModel, save_folder
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.rewards import ModelReward, Rewards
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
 from rlhf.stages.ppo.shaping import Targets
 from rlhf.stages.ppo.train import train
@@ -68,7 +69,11 @@ def roll(policy: Any, reference: Any, critic: ScalarModel, chosen: PPOSettings, 
          prompts: list[list[int]] | None = None) -> Rollout:  # fmt: skip
     """What `collect` makes of the policy; the critic is the reward model too."""
     reader, ref = PolicyModel(policy), PolicyModel(reference)
-    return collect(reader, ref, critic, critic, prompts or PROMPTS, chosen, [EOS] if stops is None else stops, EOS)
+    rewards = Rewards([ModelReward("reward_model", copy.deepcopy(critic))])  # it freezes its models
+    prompts = prompts or PROMPTS
+    stops = [EOS] if stops is None else stops
+    messages = [[{"role": "user", "content": "unread"}]] * len(prompts)  # its model reads ids
+    return collect(reader, ref, rewards, critic, prompts, messages, chosen, stops, byte_tokenizer())
 
 
 @torch.no_grad()
@@ -89,7 +94,8 @@ def make_rollout(policy: Any, reference: Any, critic: ScalarModel, temperature: 
     values = response_values(critic, ids, attention, length)
     return Rollout(
         input_ids=ids, attention_mask=attention, mask=mask, logprobs=logprobs, ref_logprobs=ref_logprobs,
-        entropy=entropy, values=values, scores=torch.arange(8.0), ended=torch.arange(8) > 0,
+        entropy=entropy, values=values, scores=torch.arange(8.0),
+        reward_scores=torch.arange(8.0)[:, None], ended=torch.arange(8) > 0,
     )  # fmt: skip
 
 

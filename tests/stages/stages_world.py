@@ -1,13 +1,32 @@
 """Tiny decoders for the tests of the stages."""
 
 import importlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages.artifact import write_settings
+
+
+@cache
+def byte_tokenizer() -> Any:
+    """Bytes, three role tokens, and <|endoftext|> (id 0) as eos and pad."""
+    specials = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*specials, *alphabet])}
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(specials)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
+    ensure_pad(tokenizer)
+    ensure_chat_template(tokenizer)
+    return tokenizer
 
 
 def tiny_policy(shape: str = "llama", dropout: float = 0.0, seed: int = 0) -> Any:

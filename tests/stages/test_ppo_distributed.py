@@ -13,9 +13,10 @@ from stages_world import tiny_policy
 from torch import Tensor
 
 from rlhf.stages.artifact import Artifact
-from rlhf.stages.models import PolicyModel, load_scalar, load_tokenizer
+from rlhf.stages.models import PolicyModel, load_tokenizer
 from rlhf.stages.ppo import rollout as rollout_module
 from rlhf.stages.ppo.evaluate import Evaluator
+from rlhf.stages.ppo.rewards import load_rewards
 from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets
 from rlhf.stages.ppo.train import rollout_stats
 from rlhf.stages.runtime import Runtime
@@ -69,7 +70,7 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             given_targets = make_targets(whole)
             learned = Targets(*(getattr(given_targets, f.name)[mine] for f in fields(Targets)))
         found.whitened.append(learned.advantages)
-        found.rollout_stats.append(rollout_stats(run, part, part.scores, learned.returns, 0.1))
+        found.rollout_stats.append(rollout_stats(run, part, part.scores, learned.returns, 0.1, ["one"]))
         found.stats.append(world.update(part, learned))
         found.weights.append(world.weights())
         found.moments.append(run.state.get("score_moments"))
@@ -78,9 +79,9 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
         if number == 0:
             tokenizer = load_tokenizer(given["model"])
             reader = PolicyModel(tiny_policy())
-            scorer = load_scalar(given["reward_model"], tokenizer).eval()
+            rewards = load_rewards(settings(**given), tokenizer, reader.model)
             prompts = [[{"role": "user", "content": f"p{i}"}] for i in range(7)]
-            evaluator = Evaluator(run, tokenizer, reader, scorer, prompts, [[30 + i] * (1 + i % 3) for i in range(7)])
+            evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, [[30 + i] * (1 + i % 3) for i in range(7)])
             found.answers = [(answer.prompt, answer.response) for answer in evaluator(reader)]
         run.close()
     sample, drawn = rollout_module.sample, found.drawn

@@ -238,7 +238,8 @@ def test_a_sharper_policy_has_positive_kl_on_average_and_negative_ones_are_kept(
     assert len(rollout.kl) == 512
     assert rollout.kl.mean().item() > 0.05
     assert rollout.kl.min().item() < 0
-    assert rollout_stats(_alone(), rollout, rollout.values)["kl"] == pytest.approx(rollout.kl.mean().item(), abs=1e-5)
+    stats = rollout_stats(_alone(), rollout, rollout.scores, rollout.values, 0.1, ["reward_model"])
+    assert stats["kl"] == pytest.approx(rollout.kl.mean().item(), abs=1e-5)
 
 
 # --- statistics
@@ -251,10 +252,12 @@ def test_statistics_of_known_episodes() -> None:
         input_ids=torch.ones(2, 3).long(), attention_mask=mask, mask=mask,
         logprobs=torch.tensor([[0.5, 0.25, 0.25], [2.0, 99, 99]]), ref_logprobs=0 * rows,
         entropy=torch.tensor([[1.0, 2, 3], [6, 99, 99]]), values=torch.tensor([[1.0, 1, 1], [3, 99, 99]]),
-        scores=torch.tensor([4.0, -2]), ended=torch.tensor([True, False]),
+        scores=torch.tensor([4.0, -2]), reward_scores=torch.tensor([[4.0], [-2]]), ended=torch.tensor([True, False]),
     )  # fmt: skip
-    stats = rollout_stats(_alone(), rollout, returns=torch.tensor([[1.0, 3, 1], [3, 77, 77]]))
+    shaped, returns = torch.tensor([2.0, -4]), torch.tensor([[1.0, 3, 1], [3, 77, 77]])
+    stats = rollout_stats(_alone(), rollout, shaped, returns, 0.2, ["reward_model"])
     expected = {"score": 1, "score_std": 3, "kl": 1.5, "entropy": 3, "eos_share": 0.5, "length": 2}
+    expected |= {"kl_per_token": 0.75, "non_score_reward": -0.3, "rlhf_reward": -1.3}
     # residuals 0, 2, 0, 0 (variance .75); returns 1, 3, 1, 3 (variance 1)
     expected |= {"explained_variance": 0.25}
     assert {name: stats[name] for name in expected} == pytest.approx(expected)

@@ -1,18 +1,21 @@
 """A rollout holds what was sampled and what every model says about it; the update sees the same numbers."""
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from stages_world import tiny_policy
+from stages_world import byte_tokenizer, tiny_policy
 
 from rlhf.stages.models import PolicyModel, load_scalar
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.rewards import ModelReward, Rewards
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
 from rlhf.stages.ppo.shaping import shaped_scores
 
+MESSAGES = [[{"role": "user", "content": "unread"}]] * 3  # the reward model reads ids
 PROMPTS = [[7, 8, 9, 10], [11], [12, 0, 13]]  # 0 is pad and eos, and stands inside a prompt
 
 
@@ -30,7 +33,13 @@ def roll(policy: Any, scorer: Any, reference: Any = None, **fields: Any) -> Roll
     policy, reference = PolicyModel(policy), PolicyModel(reference or policy)
     torch.manual_seed(2)
     stops = [0, 17, 40, *range(100, 200)]  # many, so that some responses end early
-    return collect(policy, reference, scorer, scorer, PROMPTS, settings(**fields), stops, 0)
+    return collect(
+        policy, reference, rewards(scorer), scorer, PROMPTS, MESSAGES, settings(**fields), stops, byte_tokenizer()
+    )
+
+
+def rewards(scorer: Any) -> Rewards:
+    return Rewards([ModelReward("reward_model", copy.deepcopy(scorer))])  # it freezes its models
 
 
 def shape(rollout: Rollout, state: dict[str, Any] | None = None, **fields: Any) -> torch.Tensor:
@@ -102,6 +111,7 @@ def test_an_answer_without_eos_pays_and_one_that_ends_in_the_last_slot_does_not(
 def test_a_response_that_ends_in_the_last_slot_has_ended(policy: Any, scorer: Any) -> None:
     torch.manual_seed(2)
     reader = PolicyModel(policy)
-    rollout = collect(reader, reader, scorer, None, PROMPTS, settings(max_new_tokens=1), list(range(260)), 0)
+    chosen, every = settings(max_new_tokens=1), list(range(260))
+    rollout = collect(reader, reader, rewards(scorer), None, PROMPTS, MESSAGES, chosen, every, byte_tokenizer())
     assert rollout.ended.all()
     assert rollout.mask.all()
