@@ -279,7 +279,7 @@ def _parse_demonstration(row: Row, source: Source) -> tuple[str, Demonstration]:
     if _prefers_messages(columns):
         return "messages", Demonstration(*as_conversation(columns["messages"], "messages"))
     if "prompt" in columns:
-        name = "response" if "response" in columns else "completion"
+        name = _first_of(columns, "response", "completion")
         prompt = as_prompt(columns["prompt"])
         return f"prompt, {name}", Demonstration(prompt, _response(columns, name, prompt))
     raise Unusable("no prompt", _found(columns))
@@ -289,7 +289,7 @@ def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
     columns = _columns(row)
     ranks = [1.0, 2.0]
     if "ranks" in columns and "prompt" in columns:
-        name = "responses" if "responses" in columns else "completions"
+        name = _first_of(columns, "responses", "completions")
         shape = f"prompt, {name}, ranks"
         prompt = as_prompt(columns["prompt"])
         responses, ranks = _ranked(columns.get(name), columns["ranks"], name, prompt)
@@ -339,10 +339,21 @@ def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[
         raise Unusable(f"{name} and ranks differ in length", f": {len(values)} and {len(ranks)}")
     if len(values) < 2:
         raise Unusable("fewer than two answers")
-    for rank in ranks:
-        if isinstance(rank, bool) or not isinstance(rank, (int, float)) or not math.isfinite(rank):
-            raise Unusable("a rank is not a finite number", f": {rank!r}")
-    return [as_response(value, name, prompt) for value in values], [float(rank) for rank in ranks]
+    numbers = [_rank(rank) for rank in ranks]
+    return [as_response(value, name, prompt) for value in values], numbers
+
+
+def _rank(value: Any) -> float:
+    reason = "a rank is not a finite number"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise Unusable(reason, f": {value!r}")
+    try:
+        rank = float(value)
+    except OverflowError:
+        raise Unusable(reason, ": it has hundreds of digits") from None
+    if not math.isfinite(rank):
+        raise Unusable(reason, f": {value!r}")
+    return rank
 
 
 def _check_ranks(responses: list[str], ranks: list[float]) -> None:
@@ -359,6 +370,11 @@ def _columns(row: Row) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise Unusable("plain text where a row with columns is needed")
     return row
+
+
+def _first_of(columns: dict[str, Any], name: str, other: str) -> str:
+    """The name that is there; ours if neither is, so that an error asks for it."""
+    return other if other in columns and name not in columns else name
 
 
 def _response(columns: dict[str, Any], name: str, prompt: Messages) -> str:

@@ -26,6 +26,7 @@ from rlhf.data.errors import DataError
 
 KNOWN_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 ACCEPTED = "give a file, a folder, package.module:function, or a hub id such as owner/name"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BOM = b"\xef\xbb\xbf"  # spreadsheets write it first; unseen, it becomes part of the first column's name
 
 
@@ -111,8 +112,11 @@ def digest(source: Source) -> str:
         for file in _folder_files(source.local):
             _hash_file(sha, file, name=file.relative_to(source.local).as_posix())
     elif kind == "function":
-        for _, row in _function_rows(source):
-            sha.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        for number, row in _function_rows(source):
+            try:
+                sha.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+            except (TypeError, ValueError, RecursionError) as error:
+                raise DataError(f"{source.path} row {number}: it cannot be written as JSON: {error}") from error
     else:
         sha.update(f"hub:{source.path}@{source.revision}:{source.name}:{source.split}".encode())
     return sha.hexdigest()
@@ -136,6 +140,8 @@ def load_function(reference: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise DataError(f"{reference}: {error}; package.module:function must be importable here") from error
+    except Exception as error:  # whatever a user's module does while it is imported
+        raise DataError(f"{reference}: importing it raised {type(error).__name__}: {error}") from error
     if not callable(function):
         raise DataError(f"{reference}: found {type(function).__name__}, not a function")
     return function
@@ -188,10 +194,20 @@ def _function_rows(source: Source) -> Iterator[tuple[int, Row]]:
     function = load_function(source.path)
     try:
         inspect.signature(function).bind(**source.options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a built-in that tells no signature
         raise DataError(f"{source.path}: options {sorted(source.options)} do not fit: {error}") from error
-    for number, row in enumerate(function(**source.options), 1):
-        yield number, _as_row(row)
+    number = 0
+    try:
+        rows = function(**source.options)
+        if isinstance(rows, (str, bytes, dict)) or not (hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")):
+            found = "None" if rows is None else type(rows).__name__
+            raise DataError(f"{source.path}: it returned {found}; return a list of rows, or yield them")
+        for number, row in enumerate(rows, 1):
+            yield number, _as_row(row)
+    except DataError:
+        raise
+    except Exception as error:  # whatever a user's function does
+        raise DataError(f"{source.path} row {number + 1}: it raised {type(error).__name__}: {error}") from error
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[int, Row]]:
@@ -239,6 +255,8 @@ def _read_file(file: Path, column: str) -> Iterator[tuple[int, Row]]:
     suffix, packed = _suffixes(file)
     try:
         with io.BufferedReader(gzip.open(file)) if packed else file.open("rb") as stream:
+            if stream.peek(2).startswith(UTF16):
+                raise DataError(f"{file}: it is UTF-16; save the file as UTF-8")
             if suffix == ".parquet":
                 yield from _parquet_rows(file, stream)
             elif suffix == ".jsonl":
@@ -254,6 +272,9 @@ def _read_file(file: Path, column: str) -> Iterator[tuple[int, Row]]:
 
 
 def _decode(file: Path, content: bytes) -> str:
+    if b"\0" in content:
+        known = ", ".join(KNOWN_SUFFIXES)
+        raise DataError(f"{file}: it is not text (byte {content.index(0)} is zero); known are {known}, each also .gz")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -270,11 +291,18 @@ def _json_lines(lines: IO[bytes]) -> Iterator[tuple[int, Row]]:
 
 def _json_row(content: bytes) -> Row:
     try:
-        return _as_row(json.loads(content))
+        return _as_row(json.loads(content, parse_int=_whole_number))
+    except RecursionError:
+        return Unreadable("JSON nested too deeply")
     except json.JSONDecodeError as error:
         return Unreadable("broken JSON", _json_detail(error))
     except UnicodeDecodeError as error:
         return Unreadable("not UTF-8", f", byte {error.start + 1} of the line")
+
+
+def _whole_number(digits: str) -> float:
+    """An int that a float can hold, else infinity: Python refuses to read thousands of digits."""
+    return int(digits) if len(digits) < 300 else float(digits)
 
 
 def _json_detail(error: json.JSONDecodeError) -> str:
@@ -288,17 +316,40 @@ def _as_row(value: Any) -> Row:
 
 
 def _json_rows(file: Path, content: bytes) -> Iterator[tuple[int, Row]]:
-    """A list of rows, or one object per line under a .json name."""
+    """A list of rows, one row over several lines, or one row per line under a .json name."""
     text = _decode(file, content)
-    if text.lstrip().startswith("["):
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{file} line {error.lineno}: broken JSON{_json_detail(error)}") from error
-        for number, value in enumerate(values, 1):
-            yield number, _as_row(value)
+    first = text.lstrip().partition("\n")[0].rstrip()
+    if first.startswith("[") or first.endswith(("{", "[", ",", ":")):  # goes on in the next line
+        value = _json_value(file, text)
+        alone = not isinstance(value, list)
+        rows: Iterator[tuple[int, Row]] = enumerate(map(_as_row, [value] if alone else value), 1)
     else:
-        yield from _json_lines(io.BytesIO(text.encode()))
+        alone = first == text.strip()
+        rows = _json_lines(io.BytesIO(text.encode()))
+    for number, row in rows:
+        if alone and isinstance(row, dict):
+            _refuse_wrapped(file, row)
+        yield number, row
+
+
+def _json_value(file: Path, text: str) -> Any:
+    try:
+        return json.loads(text, parse_int=_whole_number)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file} line {error.lineno}: broken JSON{_json_detail(error)}") from error
+    except RecursionError as error:
+        raise DataError(f"{file}: JSON nested too deeply; a row is an object of texts and lists") from error
+
+
+def _refuse_wrapped(file: Path, row: dict[str, Any]) -> None:
+    """Refuse an object like {"train": [row, …]}; a list of messages is no list of rows."""
+    lists = [(name, value) for name, value in row.items() if isinstance(value, list)]
+    if len(lists) != 1 or "prompt" in row:
+        return
+    name, values = lists[0]
+    if values and all(isinstance(value, dict) and not {"role", "from"} & value.keys() for value in values):
+        cure = "write that list alone, or one row a line (JSON Lines)"
+        raise DataError(f"{file}: one object that holds its rows under {name!r}; {cure}")
 
 
 def _table_rows(file: Path, content: bytes, delimiter: str) -> Iterator[tuple[int, Row]]:
@@ -307,6 +358,9 @@ def _table_rows(file: Path, content: bytes, delimiter: str) -> Iterator[tuple[in
     number = 0
     try:
         header = next(table, [])
+        if len(header) == 1 and ";" in header[0]:
+            cure = "save it with commas, or with tabs as .tsv"
+            raise DataError(f"{file}: its columns are separated by ';' (the header is {header[0]!r}); {cure}")
         if len(set(header)) < len(header):
             raise DataError(f"{file}: a column name occurs twice in the header: {', '.join(header)}")
         for number, cells in enumerate(filter(None, table), 1):  # a blank line is no record

@@ -169,11 +169,18 @@ def data_check(
     found = check(Source(path=path, map=columns, **text), kind)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
-        return
+    else:
+        _show_check(path, kind, found)
+    if not found["kept"]:
+        raise typer.Exit(2)
+
+
+def _show_check(path: str, kind: str, found: dict[str, Any]) -> None:
     print(f"{path} as {kind}" + (f" ({found['format']})" if found["format"] else ""))
     print("  ".join(f"{name} {found[name]}" for name in ("rows", "kept", "prompts", "pairs", "ties", "duplicates")))
     for reason, drop in found["dropped"].items():
-        print(f"dropped {drop['count']}: {reason} (rows {', '.join(map(str, drop['rows']))} …)")
+        rows = ", ".join(map(str, drop["rows"])) + (", …" if drop["count"] > len(drop["rows"]) else "")
+        print(f"dropped {drop['count']}: {reason} (row{'s' if drop['count'] > 1 else ''} {rows})")
     for warning in found["warnings"]:
         print(f"warning: {warning}")
 
@@ -224,7 +231,9 @@ def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: 
     from rlhf.pipeline.runner import run
 
     folder = run_dir or _default_run_dir(recipe)
-    entries = run(load_recipe(recipe, overrides or ()), folder, scope, say=lambda text: print(text, flush=True))
+    source = Path(recipe) if Path(recipe).is_file() else None
+    loaded = load_recipe(recipe, overrides or ())
+    entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source)
     _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
     print(f"report: {folder / 'report.html'}")
 

@@ -1,5 +1,6 @@
 """What a run would do with each stage, and why: no folder, run; no manifest in it, resume; sealed, reuse."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,9 @@ UPSTREAM = {
     ("ppo", "reward_model"): "reward",
 }
 """Which stage fills in a model that the recipe leaves empty."""
+
+_LAST_WRITTEN = {("step", "state.json"), ("checkpoint", "trainer_state.json")}
+"""How the folder of a checkpoint begins, and the file that completes it."""
 
 Made = Mapping[str, Path | None]
 """Stages with a result: its sealed folder, or None where the result is still to be made."""
@@ -99,7 +103,10 @@ def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sco
     if settings is None:
         # A recipe for one stage alone finds its inputs among what the run folder holds.
         found = newest_sealed(stage, run_dir) if side == "before" else None
-        return Step(stage, "reuse", "the newest one here", folder=found.folder) if found else None
+        if found is None:
+            return None
+        refuse_missing_files(found)
+        return Step(stage, "reuse", "the newest one here", folder=found.folder)
     if side != "inside":
         return _outside(stage, settings, recipe, run_dir, made, scope)
     settings, waiting = fill_inputs(settings, recipe, made, run_dir)
@@ -181,7 +188,18 @@ def _holds(artifact: Artifact, identity: Identity) -> bool:
             f"{artifact.folder}: its manifest.json has the key {found}, but a folder of this name stands for "
             f"{identity.key} (was it copied or renamed?); move it out of the run folder and run again"
         )
+    refuse_missing_files(artifact)
     return True
+
+
+def refuse_missing_files(artifact: Artifact) -> None:
+    """Refuse a sealed folder that lost a file. What the files hold is not looked at: a plan must be quick."""
+    for name in artifact.manifest["files"]:
+        if not (artifact.folder / name).is_file():
+            raise SettingsError(
+                f"{artifact.folder.name}: {name} is missing since it was sealed; restore it, "
+                "or delete the folder to make it anew"
+            )
 
 
 def _outside(stage: str, settings: StageSettings, recipe: Recipe, run_dir: Path, made: Made, scope: Scope) -> Step:
@@ -200,6 +218,7 @@ def _outside(stage: str, settings: StageSettings, recipe: Recipe, run_dir: Path,
     other = newest_sealed(stage, run_dir)
     if not before or other is None:
         return Step(stage, "skip", limit)
+    refuse_missing_files(other)
     changes = ", ".join(_differences(identity, other.manifest)) if identity else "other inputs"
     return Step(stage, "reuse", f"{limit}; the newest one here, made differently: {changes}", folder=other.folder)
 
@@ -216,13 +235,26 @@ def _choose_attempt(settings: StageSettings, run_dir: Path, force: bool = False)
 
 def _how_far(folder: Path) -> str:
     """Where an unfinished stage will go on, from its newest complete checkpoint."""
-    checkpoints = folder / "checkpoints"
-    found = [*checkpoints.glob("step-*/state.json"), *checkpoints.glob("checkpoint-*/trainer_state.json")]
-    if not found:
+    step = newest_checkpoint(folder)
+    if step is None:
         return "interrupted before its first checkpoint; starts over"
-    step = max(int(path.parent.name.rpartition("-")[2]) for path in found)
     steps = stage_status(folder).get("steps")
     return f"interrupted; goes on from step {step}" + (f" of {steps}" if steps else "")
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """The step of the newest checkpoint that was written to its end."""
+    found = []
+    for path in (folder / "checkpoints").glob("*-*/*state.json"):
+        if (path.parent.name.partition("-")[0], path.name) not in _LAST_WRITTEN:
+            continue
+        try:
+            sizes = json.loads(path.read_text(encoding="utf-8")).get("files", {})  # the trainer's lists none
+            if all((path.parent / name).stat().st_size == size for name, size in sizes.items()):
+                found.append(int(path.parent.name.rpartition("-")[2]))
+        except (OSError, ValueError, AttributeError):
+            continue
+    return max(found, default=None)
 
 
 def _why_new(identity: Identity, run_dir: Path) -> str:

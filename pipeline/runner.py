@@ -1,21 +1,17 @@
 """The run: check everything, then stage by stage plan, train, and write down how far it is."""
 
-import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import Any
 
-from rlhf.data import rows
 from rlhf.data.errors import RefusedError, SettingsError
-from rlhf.data.sources import Source
 from rlhf.pipeline.errors import RunFailed, RunStopped
 from rlhf.pipeline.launch import ERROR_LOG, handle_signals, run_stage
-from rlhf.pipeline.plan import Scope, Step, make_plan, plan_stage
+from rlhf.pipeline.plan import Scope, Step, make_plan, newest_checkpoint, plan_stage
+from rlhf.pipeline.preflight import Say, refuse_bad_input, refuse_foreign_files
 from rlhf.pipeline.recipe import Recipe, to_yaml
 from rlhf.pipeline.summary import (
     Entry,
@@ -28,38 +24,35 @@ from rlhf.pipeline.summary import (
 )
 from rlhf.stages.artifact import Artifact, replace_text, write_settings
 
-READERS: dict[str, Callable[[Source, float], rows.Loaded[Any]]] = {
-    "pretrain": rows.read_text,
-    "sft": rows.read_demonstrations,
-    "reward": rows.read_rankings,
-    "ppo": rows.read_prompts,
-}
 SECONDS_FOR_ANOTHER = 30.0
 """Patience with another run in the folder: the stage of a run that was killed may still be saving."""
 
-Say = Callable[[str], None]
 
-
-def run(recipe: Recipe, run_dir: Path, scope: Scope | None = None, say: Say = print) -> dict[str, Entry]:
+def run(
+    recipe: Recipe, run_dir: Path, scope: Scope | None = None, say: Say = print, source: Path | None = None
+) -> dict[str, Entry]:
     """Run what the plan says, reuse the rest; returns the entries of summary.json.
 
+    `source` is the file that the recipe was read from; it is never written over.
     Raises RefusedError before anything is trained or written, RunFailed when a stage breaks, and RunStopped
     (a SystemExit) after a signal; in the last two cases running again resumes.
     """
     scope = scope or Scope()
     with ExitStack() as stack:
-        lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER)) if run_dir.is_dir() else None
+        lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say)) if run_dir.is_dir() else None
         steps = make_plan(recipe, run_dir, scope)
+        refuse_foreign_files(run_dir, recipe, source)
         refuse_bad_input(steps, recipe, run_dir, say)
         if lock is None:  # only now: a refused run leaves no folder behind
             _create(run_dir)
-            lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER))
+            lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say))
             if any(run_dir.iterdir()):  # another run was here first
                 steps = make_plan(recipe, run_dir, scope)
+                refuse_foreign_files(run_dir, recipe, source)
         stack.enter_context(handle_signals(_exit_on_signal))
-        _write_recipe(run_dir, recipe)
         entries = _first_entries(steps, run_dir)
-        changed = write_summary(run_dir, entries)
+        changed = write_summary(run_dir, entries)  # first: it marks the folder, and the files beside it, as ours
+        _write_recipe(run_dir, recipe)
         made: dict[str, Path | None] = {}
         for step in steps:
             if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
@@ -76,25 +69,6 @@ def run(recipe: Recipe, run_dir: Path, scope: Scope | None = None, say: Say = pr
         if changed or not (run_dir / "report.html").is_file():
             _render_report(run_dir)
     return entries
-
-
-def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say) -> None:
-    """Read all rows of the stages that will run before the first one starts. (The plan found its models.)"""
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise SettingsError(f"--run-dir {run_dir}: {there} is not writable; choose another")
-    if recipe.accelerate_config and not Path(recipe.accelerate_config).is_file():
-        raise SettingsError(f"accelerate_config: no file '{recipe.accelerate_config}'; `accelerate config` writes one")
-    for step in steps:
-        if step.action not in ("run", "resume") or step.settings is None:
-            continue
-        settings = step.settings
-        for name in settings.data_fields:
-            source = getattr(settings, name)
-            if source is not None:
-                report = READERS[step.stage](source, settings.max_dropped).report
-                for line in [*([report.summary()] if report.dropped else []), *report.warnings]:
-                    say(f"{step.stage}.{name}: {line}")
 
 
 def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry], lock: int, say: Say) -> None:
@@ -135,7 +109,7 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
         ended("stopped")
         told = stage_status(folder)
         where = f" at step {told['step']} of {told['steps']}" if told.get("state") == "stopped" else ""
-        raise RunStopped(f"{stage}: stopped{where}; {_how_to_go_on(folder)}", int(code)) from None
+        raise RunStopped(f"{stage}: stopped{where}; {_how_to_go_on(folder, 'run again')}", int(code)) from None
     except Exception as error:
         ended("failed")
         message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
@@ -151,9 +125,12 @@ def _describe(step: Step) -> str:
     return f"{step.stage}: {step.action}{where} ({step.reason})"
 
 
-def _how_to_go_on(folder: Path) -> str:
-    log = f" (traceback in {ERROR_LOG})" if (folder / ERROR_LOG).exists() else ""
-    return f"state is kept in {folder}{log}; run again to resume"
+def _how_to_go_on(folder: Path, cure: str = "correct it and run again") -> str:
+    log = f" (traceback in {folder / ERROR_LOG})" if (folder / ERROR_LOG).exists() else ""
+    step = newest_checkpoint(folder)
+    if step is None:
+        return f"no checkpoint yet{log}; {cure}"
+    return f"state is kept in {folder}{log}; {cure}: it goes on from step {step}"
 
 
 def _first_entries(steps: list[Step], run_dir: Path) -> dict[str, Entry]:

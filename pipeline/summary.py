@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,7 +99,7 @@ def duration(seconds: float | None) -> str:
 
 
 @contextmanager
-def held(run_dir: Path, patience: float) -> Iterator[int]:
+def held(run_dir: Path, patience: float, say: Callable[[str], None] = print) -> Iterator[int]:
     """Have the run folder to ourselves, as two runs must never write into one stage. Yields the lock.
 
     The system drops the lock when its last holder dies, however it dies. Waits `patience` seconds: the stage
@@ -108,12 +108,16 @@ def held(run_dir: Path, patience: float) -> Iterator[int]:
     descriptor = os.open(run_dir, os.O_RDONLY)
     until = monotonic() + patience
     try:
-        while not _locked(descriptor):
+        free = _locked(descriptor)
+        if not free and patience > 0:
+            say(f"another run is working here ({run_dir}); waiting up to {patience:g} s")
+        while not free:
             if monotonic() > until:
                 raise SettingsError(
                     f"{run_dir}: another rlhf run is working here; wait for it, stop it, or choose another --run-dir"
                 )
             sleep(0.2)
+            free = _locked(descriptor)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -78,7 +78,13 @@ class Artifact:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        manifest: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        path = self.folder / "manifest.json"
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            manifest = None
+        if not isinstance(manifest, dict) or "files" not in manifest:
+            raise SettingsError(f"{path}: is damaged; move its folder away, and the stage runs again")
         return manifest
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -44,8 +45,10 @@ def load_policy(reference: str, tokenizer: PreTrainedTokenizerBase) -> PreTraine
     """A causal language model in float32; nothing may be newly initialised, and every token needs an embedding."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise RefusedError(f"no causal language model in '{reference}': {_first_line(error)}") from error
+    if any("ForSequenceClassification" in name for name in model.config.architectures or []):
+        raise RefusedError(f"'{reference}' is a reward model, not a language model; name the sft or ppo stage's model")
     if info["missing_keys"]:
         raise RefusedError(f"'{reference}' lacks the weights {sorted(info['missing_keys'])[:3]}; save it again")
     rows = model.get_input_embeddings().weight.shape[0]
@@ -112,7 +115,7 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
         model, info = AutoModelForSequenceClassification.from_pretrained(
             reference, dtype=torch.float32, num_labels=1, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:  # the last for a head of several labels
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last for a head of several labels
         raise RefusedError(f"no sequence classifier in '{reference}': {_first_line(error)}") from error
     scalar = ScalarModel(model)
     missing = {key for key in info["missing_keys"] if not (new_head and key.startswith("score."))}

@@ -3,6 +3,7 @@
 Only the main process writes and talks; every process reaches every barrier.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,6 +35,11 @@ from rlhf.stages.artifact import AnyStage, Artifact, identify, replace_text, sea
 T = TypeVar("T")
 
 _SECONDS_BETWEEN_LINES = 5.0
+_SHOWN = (
+    "loss", "val_loss", "eval_loss", "accuracy", "score", "kl", "entropy", "eos_share", "length",
+    "explained_variance", "eval_score", "eval_true_quality", "eval_win_rate", "tokens_per_second",
+)  # fmt: skip
+"""Figures of a progress line, in this order; metrics.jsonl has all."""
 
 
 class Stopped(SystemExit):
@@ -83,6 +89,7 @@ class Runtime(Generic[AnyStage]):
 
     def log(self, step: int, metrics: dict[str, float], force: bool = False) -> None:
         """Write a row of metrics.jsonl every `log_every` steps (or now) and show the progress. `step` from 1."""
+        self._check_finite(metrics)
         if not force and step % self.settings.log_every and step != self.num_steps:
             return
         now = time.monotonic()
@@ -99,8 +106,15 @@ class Runtime(Generic[AnyStage]):
         self.write_status("running", step)
         self._show(step, row, now)
 
+    def _check_finite(self, metrics: dict[str, Any]) -> None:
+        """End a run whose numbers are none any more, before its model is sealed and believed."""
+        for name, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                stage = self.settings.stage
+                raise RuntimeError(f"{name} is {value}: training diverged; lower {stage}.learning_rate")
+
     def _show(self, step: int, row: dict[str, Any], now: float) -> None:
-        shown = "  ".join(f"{k} {_short(v)}" for k, v in row.items() if k not in ("step", "learning_rate"))
+        shown = "  ".join(f"{name} {_short(row[name])}" for name in _SHOWN if name in row)
         if self._console.is_terminal:
             if self._progress is None:
                 self._progress = Progress(
@@ -191,7 +205,8 @@ class Runtime(Generic[AnyStage]):
 
     def seed(self, per_process: bool = False) -> None:
         """Restart the random streams: equal everywhere for new weights, one per process for sampling."""
-        set_seed(self.settings.seed * 1000 + (1 + self.rank if per_process else 0))
+        stream = f"{self.settings.seed} {self.rank if per_process else 'weights'}"
+        set_seed(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "big"))
 
     def from_main(self, make: Callable[[], T]) -> T:
         """What `make` returns in the main process, in every process."""
@@ -234,23 +249,30 @@ class Runtime(Generic[AnyStage]):
         self.accelerator.save_state(str(writing))
         self.accelerator.wait_for_everyone()
         if self.is_main:
-            (writing / "state.json").write_text(json.dumps({"step": step, **self.state}), encoding="utf-8")
+            sizes = {path.name: path.stat().st_size for path in writing.iterdir()}
+            content = {"step": step, "state": self.state, "files": sizes}
+            (writing / "state.json").write_text(json.dumps(content), encoding="utf-8")
+            for path in writing.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             shutil.rmtree(final, ignore_errors=True)
             os.replace(writing, final)
-            for old in complete_checkpoints(self.folder):
-                if old != final:
-                    shutil.rmtree(old)
+            for old in sorted(checkpoints.glob("step-*"))[:-2]:  # the one before stays, should this one be damaged
+                shutil.rmtree(old)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> int:
         """Load the newest complete checkpoint, if there is one; the number of steps that it has behind it."""
-        found = complete_checkpoints(self.folder)
-        self.state.pop("step", None)
         step = 0
-        if found:
-            self.accelerator.load_state(str(found[-1]))
-            self.state |= json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
-            step = int(self.state.pop("step"))
+        for checkpoint in sorted((self.folder / "checkpoints").glob("step-*"), reverse=True):
+            if checkpoint not in complete_checkpoints(self.folder):
+                self.say(f"passed over {checkpoint.name}: it is damaged")
+                continue
+            self.accelerator.load_state(str(checkpoint))
+            content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+            self.state |= content["state"]
+            step = int(content["step"])
+            break
         self.begin(step)
         return step
 
@@ -286,6 +308,7 @@ class Runtime(Generic[AnyStage]):
     def finish(self, metrics: dict[str, Any], hand_over: dict[str, Any]) -> dict[str, Any]:
         """Seal the artifact and drop the checkpoints; returns the final metrics."""
         metrics = {k: _plain(v) for k, v in metrics.items()}
+        self._check_finite(metrics)
         self.accelerator.wait_for_everyone()
         if self.is_main:
             seal(self.folder, self.identity, metrics, self.num_processes, hand_over)
@@ -321,6 +344,7 @@ def run_stage(train: Callable[[str], Any]) -> None:
     folder = Path(sys.argv[1])
     try:
         train(sys.argv[1])
+        PartialState().destroy_process_group()
     except Exception as error:
         refused = isinstance(error, RefusedError)
         message = str(error) if refused else f"{type(error).__name__}: {error}"
@@ -346,8 +370,16 @@ def _tell_failure(folder: Path, state: str, message: str) -> None:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were written to their end, oldest first."""
-    return sorted(p.parent for p in (folder / "checkpoints").glob("step-*/state.json"))
+    """Checkpoints that were written to their end and whose files still have their sizes, oldest first."""
+    found = []
+    for state in sorted((folder / "checkpoints").glob("step-*/state.json")):
+        try:
+            sizes = json.loads(state.read_text(encoding="utf-8"))["files"]
+            if all((state.parent / name).stat().st_size == size for name, size in sizes.items()):
+                found.append(state.parent)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return found
 
 
 def choose_precision(precision: str, stage: str) -> str:

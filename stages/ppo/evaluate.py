@@ -62,7 +62,7 @@ class Evaluator:
         found: list[tuple[int, Answer]] = []
         cuda = [self.run.device.index or 0] if self.run.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):  # the training stream goes on as if nothing had happened
-            torch.manual_seed(settings.seed * 1000 + 500 + self.run.rank)
+            torch.manual_seed(settings.seed + 500 + self.run.rank)
             for rows in self.run.chunks(len(self.prompts), settings.rollout_batch_size):
                 found += zip(rows, self._answers(policy, rows), strict=True)
         answers = [answer for _, answer in sorted(gather_object(found), key=lambda pair: pair[0])]

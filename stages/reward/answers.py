@@ -67,7 +67,6 @@ def sample_answers(
     for start in range(0, -(-len(every) // run.num_processes), _AT_ONCE):  # as often in every process
         if run.stop_requested():
             run.stop(0)
-        run.say(f"sampled answers for {start * run.num_processes} of {len(every)}", now_and_then=True)
         batch = jobs[start : start + _AT_ONCE]
         if not batch:
             continue
@@ -78,6 +77,7 @@ def sample_answers(
             )  # fmt: skip
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         found += [(i, text.strip()) for i, text in zip(batch, texts, strict=True)]
+        run.say(f"sampled about {len(found) * run.num_processes} of {len(every)} answers", now_and_then=True)
     run.say(f"sampled {len(every)} answers to {len(prompts)} prompts")
     del policy
     torch.cuda.empty_cache()

@@ -142,6 +142,8 @@ def accuracy(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked
     total = torch.zeros(2, dtype=torch.float64)
     for rows in run.chunks(len(data), run.settings.global_batch_size):
         scores, ranks, mask = score(model, model, [data[i] for i in rows], pad, run.device)
+        if not scores.isfinite().all():
+            raise RuntimeError("scores are no numbers any more: training diverged; lower reward.learning_rate")
         total += torch.stack(ranking_accuracy(scores, ranks, mask)).cpu()
     correct, pairs = run.sum(total).tolist()
     return correct / pairs
@@ -201,10 +203,8 @@ def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase
     if too_long or same:
         run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
     if not kept:
-        raise DataError(
-            f"reward.max_length: no prompt keeps two answers of different rank within {settings.max_length} "
-            "tokens; raise it"
-        )
+        reason = "raise reward.max_length" if too_long else "the judge or the ranks hold all answers to be equal"
+        raise DataError(f"reward.data: no prompt keeps two answers of different rank; {reason}")
     if len(kept) < len(rows):
         run.say(f"left out {len(rows) - len(kept)} of {len(rows)} prompts with nothing to compare")
     return kept

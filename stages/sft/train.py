@@ -3,6 +3,7 @@
 Run by hand: `accelerate launch -m rlhf.stages.sft FOLDER`, where FOLDER holds a settings.yaml.
 """
 
+import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors import SafetensorError, safe_open
 from torch.nn.functional import cross_entropy
 from transformers import (
     PreTrainedModel,
@@ -111,7 +113,7 @@ def build_trainer(
         "warmup_steps": math.ceil(settings.warmup_share * run.num_steps),
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
-        "seed": settings.seed,
+        "seed": settings.seed % 2**32,  # what numpy takes
         "train_sampling_strategy": "sequential",  # the rows are in our order
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
@@ -122,6 +124,7 @@ def build_trainer(
         "gradient_checkpointing": None,  # TRL turns it on unasked; `args: {activation_checkpointing: true}` does it
         "max_length": None,  # the rows are cut already
         "dataset_kwargs": {"skip_prepare_dataset": True},
+        "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "report_to": "none",
     }
@@ -194,5 +197,17 @@ def held_out_loss(run: Runtime[SFTSettings], model: PreTrainedModel, rows: list[
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The trainer writes trainer_state.json last: a checkpoint without it is incomplete and passed over."""
-    found = [p.parent for p in (folder / "checkpoints").glob("checkpoint-*/trainer_state.json")]
+    found = [p.parent for p in (folder / "checkpoints").glob("checkpoint-*/trainer_state.json") if readable(p.parent)]
     return max(found, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def readable(checkpoint: Path) -> bool:
+    """Whether its weights can be opened; a file that was cut short cannot."""
+    try:
+        for weights in checkpoint.glob("*.safetensors"):
+            with safe_open(weights, "pt"):
+                pass
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (SafetensorError, ValueError, OSError):
+        return False
+    return True

@@ -67,7 +67,7 @@ def test_bad_rows_are_a_warning_not_an_error(write: Any) -> None:
     none = check(write({"prompt": "b", "answer": "x"}), "demonstrations")
     assert none["kept"] == 0
     assert none["warnings"] == [
-        "nothing usable is left; row 1: empty response: no column 'completion' (columns found: prompt, answer)"
+        "nothing usable is left; row 1: empty response: no column 'response' (columns found: prompt, answer)"
     ]
 
 

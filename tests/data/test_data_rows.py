@@ -270,7 +270,7 @@ def test_an_unusable_demonstration_is_counted_under_its_reason(write: Any, row: 
         ({"prompt": "q", "responses": ["a", "b"], "ranks": [1]}, "responses and ranks differ in length"),
         ({"prompt": "q", "responses": ["a"], "ranks": [1]}, "fewer than two answers"),
         ({"prompt": "q", "responses": "ab", "ranks": [1, 2]}, "responses is text, not a list"),
-        ({"prompt": "q", "ranks": [1, 2]}, "completions is missing, not a list"),
+        ({"prompt": "q", "ranks": [1, 2]}, "responses is missing, not a list"),
         (
             {"prompt": "q", "responses": ["a", "b"], "ranks": [1, float("nan")]},
             "a rank is not a finite number",
@@ -366,7 +366,7 @@ def test_nothing_left_is_an_error_whatever_may_be_dropped(write: Any) -> None:
 
 
 def test_wrong_column_names_are_told_with_those_found(write: Any) -> None:
-    with pytest.raises(DataError, match=r"no column 'completion' \(columns found: prompt, answer\)"):
+    with pytest.raises(DataError, match=r"no column 'response' \(columns found: prompt, answer\)"):
         read_demonstrations(write({"prompt": "q", "answer": "a"}))
     with pytest.raises(DataError, match=r"no column 'text' \(columns found: body\)"):
         read_text(write({"body": "x"}))
@@ -383,3 +383,15 @@ def test_a_bad_row_of_a_folder_is_named_by_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"prompt": "z"}\n{"prompt": ""}\n')
     with pytest.raises(DataError, match=r"b\.jsonl row 2: empty prompt"):
         read_prompts(Source(path=str(tmp_path)))
+
+
+def test_a_rank_of_hundreds_of_digits_is_counted_like_any_other_bad_rank(write: Any) -> None:
+    source = write(*({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 10**digits]} for digits in (1, 320, 400)))
+    assert counts(load(source, "preferences").report) == {"a rank is not a finite number": (2, [2, 3])}
+
+
+def test_a_function_may_give_such_a_rank_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "q", "responses": ["a", "b"], "ranks": [1, 10**5000]}]
+    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source: enumerate(rows, 1))
+    with pytest.raises(DataError, match="row 1: a rank is not a finite number: it has hundreds of digits"):
+        read_rankings(Source(path="made:rows"))

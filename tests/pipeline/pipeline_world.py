@@ -41,7 +41,7 @@ class FakeStages:
 ROWS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "one two three"}, {"text": "four five six"}],
     "demonstrations": [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}],
-    "rankings": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+    "rankings": [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": "e", "rejected": "f"}],
     "prompts": [{"prompt": "a"}, {"prompt": "b"}],
 }
 

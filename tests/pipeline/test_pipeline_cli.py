@@ -136,7 +136,7 @@ def test_a_broken_stage_ends_with_code_1_and_one_line(world: Path, stages: FakeS
     code, _, err = rlhf("run", "recipe.yaml")
     assert code == 1
     assert len(err.splitlines()) == 1
-    assert err.startswith("error: pretrain: MemoryError: 64 GiB wanted; state is kept in runs/recipe/pretrain-")
+    assert err.startswith("error: pretrain: MemoryError: 64 GiB wanted; no checkpoint yet (traceback in runs/recipe/")
 
 
 def test_a_mistake_of_ours_ends_with_code_1(
@@ -153,7 +153,7 @@ def test_data_check_counts_rows(world: Path, rlhf: Call) -> None:
     code, out, _ = rlhf("data", "check", "rankings.jsonl", "--as", "preferences", "--json")
     found = json.loads(out)
     assert code == 0
-    assert (found["kind"], found["rows"], found["kept"], found["pairs"]) == ("preferences", 1, 1, 1)
+    assert (found["kind"], found["rows"], found["kept"], found["pairs"]) == ("preferences", 2, 2, 2)
     Path("body.jsonl").write_text('{"body": "words"}\n{"body": " "}\n')
     code, out, _ = rlhf("data", "check", "body.jsonl", "--as", "text", "--map", "text=body")
     assert code == 0
@@ -163,6 +163,47 @@ def test_data_check_counts_rows(world: Path, rlhf: Call) -> None:
     code, out, _ = rlhf("data", "check", "faq.jsonl", "--as", "demonstrations", *mapping)
     assert code == 0
     assert "rows 1  kept 1" in out
+
+
+def test_data_check_refuses_what_leaves_nothing_and_says_where_rows_are_left_out(world: Path, rlhf: Call) -> None:
+    Path("bad.jsonl").write_text('{"prompt": ""}\n' * 2)
+    code, out, _ = rlhf("data", "check", "bad.jsonl", "--as", "prompts")
+    assert code == 2
+    assert "(rows 1, 2)" in out
+    Path("bad.jsonl").write_text('{"prompt": ""}\n' * 9 + '{"prompt": "a"}\n')
+    code, out, _ = rlhf("data", "check", "bad.jsonl", "--as", "prompts")
+    assert code == 0
+    assert "(rows 1, 2, 3, 4, 5, …)" in out
+
+
+def test_a_recipe_that_lies_in_the_run_folder_is_never_written_over(
+    world: Path, stages: FakeStages, rlhf: Call
+) -> None:
+    before = contents(world)
+    code, _, err = rlhf("run", "recipe.yaml", "--run-dir", ".")
+    assert (code, err) == (
+        2,
+        "error: recipe.yaml: the run would write over the recipe that it reads; choose another --run-dir\n",
+    )
+    assert contents(world) == before
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 0
+    assert rlhf("run", "run/recipe.yaml", "--run-dir", "run")[0] == 0
+    code, _, err = rlhf("run", "run/recipe.yaml", "sft.num_epochs=2", "--run-dir", "run")
+    assert code == 2
+    assert "run/recipe.yaml: the run would write over" in err
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": {'])
+def test_a_damaged_manifest_is_refused_with_its_path(world: Path, stages: FakeStages, rlhf: Call, text: str) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run")
+    manifest = next(Path("run").glob("sft-*")) / "manifest.json"
+    manifest.write_text(text)
+    options = ("recipe.yaml", "--run-dir", "run")
+    for words in (("plan", *options), ("run", *options)):
+        code, _, err = rlhf(*words)
+        assert code == 2
+        assert err.startswith(f"error: {manifest}: is damaged; move its folder away")
+    assert rlhf("status", "run")[0] == 0
 
 
 def test_eval_and_chat_become_a_process_that_may_import_torch(
@@ -237,7 +278,6 @@ def test_a_signal_ends_with_its_code_and_says_how_to_go_on(world: Path, number: 
     process.send_signal(number)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + number
-    assert err.startswith("pretrain: stopped; state is kept in runs/recipe/pretrain-")
-    assert err.endswith("run again to resume\n")
+    assert err == "pretrain: stopped; no checkpoint yet; run again\n"
     stages = json.loads(Path("runs/recipe/summary.json").read_text())["stages"]
     assert stages["pretrain"]["status"] == "stopped"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_world import FakeStages, contents, write_rows
+from pipeline_world import ROWS, FakeStages, contents, write_rows
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.pipeline import runner
@@ -120,12 +120,12 @@ def test_what_is_missing_for_the_last_stage_is_found_before_the_first(
 def test_bad_rows_are_refused_and_leave_a_finished_run_as_it_was(world: Path, stages: FakeStages) -> None:
     run()
     before = contents(RUN)
-    write_rows(Path("rankings.jsonl"), [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d"}])
-    with pytest.raises(DataError, match=r"rankings\.jsonl row 2"):
+    write_rows(Path("rankings.jsonl"), [*ROWS["rankings"], {"prompt": "d"}])
+    with pytest.raises(DataError, match=r"rankings\.jsonl row 3"):
         run()
     assert contents(RUN) == before
     said = run("reward.max_dropped=0.5")
-    assert any(line.startswith("reward.data: kept 1 of 2 rows") for line in said)
+    assert any(line.startswith("reward.data: kept 2 of 3 rows") for line in said)
 
 
 def test_a_run_folder_that_cannot_be_one_is_refused(world: Path, stages: FakeStages) -> None:
@@ -142,7 +142,7 @@ def test_a_run_folder_that_cannot_be_one_is_refused(world: Path, stages: FakeSta
 
 def test_a_failing_stage_says_what_broke_and_the_next_run_goes_on(world: Path, stages: FakeStages) -> None:
     stages.in_stage["reward"] = raising(ZeroDivisionError("no pairs"))
-    with pytest.raises(RunFailed, match=r"reward: ZeroDivisionError: no pairs; .*error\.log.*again to resume"):
+    with pytest.raises(RunFailed, match=r"reward: ZeroDivisionError: no pairs; .*error\.log.*correct it and run again"):
         run()
     assert statuses() == {"pretrain": "done", "sft": "done", "reward": "failed", "ppo": "planned"}
     folder = RUN / summary()["reward"]["folder"]
@@ -174,7 +174,7 @@ def test_a_stage_that_leaves_no_manifest_has_failed(
 @pytest.mark.parametrize(("stop", "code"), [(SystemExit(143), 143), (SystemExit(130), 130), (KeyboardInterrupt(), 130)])
 def test_a_signal_ends_the_run_with_its_code(world: Path, stages: FakeStages, stop: BaseException, code: int) -> None:
     stages.in_stage["sft"] = raising(stop)
-    with pytest.raises(RunStopped, match="again to resume") as stopped:
+    with pytest.raises(RunStopped, match="no checkpoint yet; run again") as stopped:
         run()
     assert stopped.value.code == code
     assert statuses() == {"pretrain": "done", "sft": "stopped", "reward": "planned", "ppo": "planned"}

@@ -37,7 +37,7 @@ def make_run(folder: Path, stages: list[str], samples: list[dict[str, Any]] | No
         artifact.mkdir(parents=True)
         write_lines(artifact / "metrics.jsonl", ROWS[stage])
         made_with = {"versions": {"torch": "2.13.0"}, "commit": "c0ffee", "processes": 1}
-        manifest = {"settings": {"learning_rate": 0.003}, "made_with": made_with}
+        manifest = {"settings": {"learning_rate": 0.003}, "made_with": made_with, "files": {}}
         (artifact / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
         entries[stage] = {
             "status": "done",
@@ -208,3 +208,11 @@ def test_values_that_are_no_numbers_are_left_out_of_curves() -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"no summary\.json"):
         render(tmp_path)
+
+
+def test_a_damaged_manifest_is_refused_with_its_path(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain", "sft"])
+    manifest = run_dir / "sft-0123abcd" / "manifest.json"
+    manifest.write_text("[]", encoding="utf-8")
+    with pytest.raises(RefusedError, match=re.escape(f"{manifest}: is damaged; move its folder away")):
+        render(run_dir)

@@ -130,6 +130,40 @@ def test_a_half_written_checkpoint_is_passed_over(
     assert_same(tmp_path / "pretrain", chain["pretrain"])
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    chain: Chain, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, die)
+        with pytest.raises(Killed):
+            run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    newest = sorted((tmp_path / stage / "checkpoints").glob("*-*4"))[-1]
+    weights = next(newest.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    assert_same(tmp_path / stage, chain[stage])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_that_diverges_fails_with_the_cure_and_seals_nothing(chain: Chain, stage: str, tmp_path: Path) -> None:
+    fields = {"learning_rate": 1e30, "max_grad_norm": 1e9}
+    with pytest.raises((RuntimeError, ValueError), match=rf"lower {stage}\.learning_rate|reward .*: gave nan"):
+        run_stage(stage, tmp_path / stage, **fields, **inputs(stage, chain))
+    assert not Artifact(tmp_path / stage).sealed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_large_seed_is_as_good_as_any(chain: Chain, stage: str, tmp_path: Path) -> None:
+    run_stage(stage, tmp_path / stage, seed=20_261_128_000, **inputs(stage, chain))
+
+
 def test_the_best_checkpoint_by_validation_loss_is_kept_and_not_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +220,11 @@ def test_fewer_prompts_than_a_rollout_still_train(chain: Chain, tmp_path: Path) 
     [
         ("pretrain", {"block_size": 96, "data": {"path": "tiny.txt"}}, "tokens, but a block needs 97"),
         ("sft", {"max_length": 8}, r"sft\.max_length: .* nothing is left to train on"),
-        ("reward", {"max_length": 8, "num_sampled_answers": 0}, r"reward\.max_length: no prompt keeps two answers"),
+        (
+            "reward",
+            {"max_length": 8, "num_sampled_answers": 0},
+            r"reward\.data: no prompt keeps two answers of different rank; raise reward\.max_length",
+        ),
         ("sft", {"max_length": 97}, r"sft\.max_length is 97, but the model has 96 positions"),
         ("reward", {"max_length": 97}, r"reward\.max_length is 97, but the model has 96 positions"),
         ("ppo", {"max_prompt_length": 3}, r"ppo\.max_prompt_length: none of \d+ prompts fits in 3 tokens"),

@@ -1,0 +1,159 @@
+"""What can be found wrong before the first stage starts: rows, models, lengths and batches. No torch."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhf.data import rows
+from rlhf.data.errors import DataError, SettingsError
+from rlhf.data.sources import Source
+from rlhf.data.split import train_and_eval
+from rlhf.pipeline.launch import visible_gpus
+from rlhf.pipeline.plan import Step, refuse_missing_files
+from rlhf.pipeline.recipe import Recipe, to_yaml
+from rlhf.stages.artifact import Artifact, file_digest
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.settings import StageSettings
+from rlhf.stages.sft.config import SFTSettings
+
+Say = Callable[[str], None]
+
+
+def refuse_foreign_files(run_dir: Path, recipe: Recipe, source: Path | None) -> None:
+    """Refuse to write over a recipe.yaml or report.html that no run of ours left here.
+
+    `source` is the file that the recipe was read from, if it was one.
+    """
+    path = run_dir / "recipe.yaml"
+    differs = path.is_file() and path.read_text(encoding="utf-8", errors="replace") != to_yaml(recipe)
+    if differs and source is not None and source.is_file() and source.samefile(path):
+        raise SettingsError(f"{path}: the run would write over the recipe that it reads; choose another --run-dir")
+    if (run_dir / "summary.json").is_file():
+        return
+    for name, ours in (("recipe.yaml", not differs), ("report.html", False)):
+        path = run_dir / name
+        if os.path.lexists(path) and not ours:
+            raise SettingsError(f"{path}: is not of a run of ours and would be lost; choose another --run-dir")
+
+
+def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say) -> None:
+    """Read all rows, and look at all models that are there, of the stages that will run."""
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SettingsError(f"--run-dir {run_dir}: {there} is not writable; choose another")
+    if recipe.accelerate_config and not Path(recipe.accelerate_config).is_file():
+        raise SettingsError(f"accelerate_config: no file '{recipe.accelerate_config}'; `accelerate config` writes one")
+    to_run = [step.settings for step in steps if step.action in ("run", "resume") and step.settings is not None]
+    processes = num_processes(recipe)
+    if problems := [line for settings in to_run for line in (*_uneven(settings, processes), *_too_long(settings))]:
+        raise SettingsError("\n".join(problems))
+    for settings in to_run:
+        _refuse_bad_rows(settings, say)
+    models = {Path(model) for settings in to_run for model in settings.inputs().values() if model is not None}
+    for model in sorted(models):
+        _refuse_changed(model)
+
+
+def num_processes(recipe: Recipe) -> int:
+    """How many processes a stage will have."""
+    if recipe.num_processes:
+        return recipe.num_processes
+    if recipe.accelerate_config is None:
+        return max(visible_gpus(), 1)
+    config = OmegaConf.to_container(OmegaConf.load(recipe.accelerate_config))
+    found = config.get("num_processes") if isinstance(config, dict) else None
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:
+    """Batches that the processes cannot share, in the words of the stages."""
+    batches: dict[str, int] = {}
+    if isinstance(settings, PPOSettings):
+        batches["rollout_batch_size / num_minibatches"] = settings.rollout_batch_size // settings.num_minibatches
+    elif isinstance(settings, PretrainSettings | SFTSettings | RewardSettings):
+        batches["global_batch_size"] = settings.global_batch_size
+    for name, size in batches.items():
+        if size % processes:
+            yield f"{settings.stage}.{name}: {size} cannot be shared evenly by {processes} processes; use a multiple"
+
+
+def _too_long(settings: StageSettings) -> Iterator[str]:
+    """Sequences that the model has no positions for; a model that is not in a local folder is the stage's to check."""
+    if isinstance(settings, PPOSettings):
+        where = "ppo.max_prompt_length + ppo.max_new_tokens"
+        length = settings.max_prompt_length + settings.max_new_tokens
+    elif isinstance(settings, SFTSettings | RewardSettings):
+        where, length = f"{settings.stage}.max_length", settings.max_length
+    else:
+        return
+    positions = _positions(Path(settings.model)) if settings.model is not None else None
+    if positions is not None and length > positions:
+        yield f"{where} is {length}, but the model has {positions} positions; lower it"
+
+
+def _positions(model: Path) -> int | None:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        found = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):  # the stage will say what is wrong with it
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
+    found: dict[str, list[Any]] = {}
+    for name in settings.data_fields:
+        source = getattr(settings, name)
+        if source is not None:
+            loaded = _read(settings, name, source)
+            report = loaded.report
+            for line in [*([report.summary()] if report.dropped else []), *report.warnings]:
+                say(f"{settings.stage}.{name}: {line}")
+            found[name] = loaded.rows
+    if isinstance(settings, PretrainSettings) and "eval_data" not in found and len(found["data"]) == 1:
+        return  # a single document is cut in two
+    train, held_out, _ = train_and_eval(found["data"], found.get("eval_data"), _key, settings.eval_share)
+    if not train or not held_out:
+        raise DataError(
+            f"{settings.stage}.data: {len(train)} rows to train on and {len(held_out)} to evaluate on; "
+            "at least one of each is needed, with different prompts"
+        )
+
+
+def _read(settings: StageSettings, name: str, source: Source) -> rows.Loaded[Any]:
+    """Rows as the stage itself will read them."""
+    if isinstance(settings, RewardSettings):
+        keep_ties = settings.ties == "soft" or settings.judge is not None  # a judge ranks anew
+        return rows.read_rankings(source, settings.max_dropped, keep_ties)
+    if isinstance(settings, SFTSettings):
+        return rows.read_demonstrations(source, settings.max_dropped)
+    if isinstance(settings, PPOSettings) and name != "ptx_data":
+        return rows.read_prompts(source, settings.max_dropped)
+    return rows.read_text(source, settings.max_dropped)
+
+
+def _key(row: Any) -> str:
+    """What a row is held out by: a text itself, else its prompt."""
+    if isinstance(row, str):
+        return row
+    return rows.prompt_key(row.prompt if isinstance(row, rows.Demonstration | rows.Ranking) else row)
+
+
+def _refuse_changed(model: Path) -> None:
+    """Compare a sealed model with its manifest: what is built on it would bear a key that is not true."""
+    artifact = Artifact(model.parent)
+    if model.name != "model" or not model.is_dir() or not artifact.sealed:
+        return
+    refuse_missing_files(artifact)
+    for name, digest in artifact.manifest["files"].items():
+        if name.startswith("model/") and file_digest(artifact.folder / name) != digest:
+            raise SettingsError(
+                f"{artifact.folder.name}: {name} was changed since it was sealed; restore it, "
+                "or delete the folder to make it anew"
+            )

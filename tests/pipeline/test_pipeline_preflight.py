@@ -1,0 +1,131 @@
+"""What is refused before anything runs or is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pipeline_world import FakeStages, contents, write_rows
+
+from rlhf.data.errors import DataError, RefusedError, SettingsError
+from rlhf.pipeline import runner, summary
+from rlhf.pipeline.errors import RunFailed
+from rlhf.pipeline.plan import make_plan
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.pipeline.summary import held
+from rlhf.stages.artifact import file_digest
+
+RUN = Path("run")
+
+
+def run(*overrides: str) -> list[str]:
+    said: list[str] = []
+    runner.run(load_recipe("recipe.yaml", overrides), RUN, None, said.append)
+    return said
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "report.html"])
+def test_files_that_no_run_left_are_never_touched(world: Path, stages: FakeStages, name: str) -> None:
+    RUN.mkdir()
+    (RUN / name).write_text("mine")
+    with pytest.raises(SettingsError, match=rf"run/{name}: is not of a run of ours.*another --run-dir"):
+        run()
+    assert {path: text for path, (text, _) in contents(RUN).items()} == {f"run/{name}": b"mine"}
+    assert stages.trained == []
+
+
+def test_each_source_is_read_as_the_stage_reads_it(world: Path, stages: FakeStages) -> None:
+    tied = [{"prompt": p, "responses": ["x", "y"], "ranks": [1, 1]} for p in "ab"]
+    write_rows(Path("tied.jsonl"), tied)
+    with pytest.raises(DataError, match="all answers tied"):
+        run("reward.data=tied.jsonl")
+    assert stages.trained == []
+    run("reward.data=tied.jsonl", "reward.ties=soft", "ppo.ptx_coef=1", "ppo.ptx_data=text.jsonl")
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
+
+
+def test_a_sealed_folder_that_lost_a_file_is_refused(world: Path, stages: FakeStages) -> None:
+    run()
+    folder = next(RUN.glob("sft-*"))
+    (folder / "model" / "config.json").unlink()
+    message = rf"{folder.name}: model/config\.json is missing since it was sealed; restore it, or delete"
+    with pytest.raises(SettingsError, match=message):
+        make_plan(load_recipe("recipe.yaml"), RUN)
+
+
+def test_a_changed_model_is_refused_where_a_stage_would_start_from_it(world: Path, stages: FakeStages) -> None:
+    run()
+    folder = next(RUN.glob("sft-*"))
+    (folder / "model" / "config.json").write_text("{}")
+    run()  # reads nothing of it
+    before = contents(RUN)
+    with pytest.raises(SettingsError, match=rf"{folder.name}: model/config\.json was changed since it was sealed"):
+        run("reward.learning_rate=0.002")
+    assert contents(RUN) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sft.model=./base", "sft.max_length=65"], r"sft\.max_length is 65, but the model has 64 positions"),
+        (["reward.model=./base", "reward.max_length=65"], r"reward\.max_length is 65"),
+        (["ppo.model=./base", "ppo.max_new_tokens=60"], r"ppo\.max_prompt_length \+ ppo\.max_new_tokens is 65"),
+        (["num_processes=3"], r"reward\.global_batch_size: 64 cannot be shared evenly by 3 processes"),
+        (["num_processes=3"], r"ppo\.rollout_batch_size / num_minibatches: 128 cannot be shared evenly"),
+        (["ppo.data=one.jsonl"], r"ppo\.data: 1 rows to train on and 0 to evaluate on"),
+        (["sft.data=one.jsonl"], r"sft\.data: 2 rows to train on and 0 to evaluate on"),
+        (["sft.data=one.jsonl", "sft.eval_data=one.jsonl"], r"sft\.data: 0 rows to train on and 2 to evaluate on"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_stage(
+    world: Path, stages: FakeStages, overrides: list[str], message: str
+) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"max_position_embeddings": 64}')
+    write_rows(Path("one.jsonl"), [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}])
+    fits = ["sft.max_length=64", "reward.max_length=64", "ppo.max_prompt_length=5", "ppo.max_new_tokens=59"]
+    with pytest.raises(RefusedError, match=message):
+        run(*fits, *overrides)
+    assert stages.trained == []
+    assert not RUN.exists()
+
+
+def test_a_model_of_an_earlier_run_must_have_the_positions_too(world: Path, stages: FakeStages) -> None:
+    run()
+    folder = next(RUN.glob("pretrain-*"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "model" / "config.json").write_text('{"text_config": {"max_position_embeddings": 64}}')
+    manifest["files"]["model/config.json"] = file_digest(folder / "model" / "config.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SettingsError, match=r"sft\.max_length is 1024, but the model has 64 positions"):
+        run()
+
+
+def test_a_single_document_is_enough_for_pretraining(world: Path, stages: FakeStages) -> None:
+    write_rows(Path("text.jsonl"), [{"text": "one long document"}])
+    run()
+    assert stages.trained[0] == "pretrain"
+
+
+def test_only_a_complete_checkpoint_is_gone_on_from(world: Path, stages: FakeStages) -> None:
+    def break_after_step_7(folder: Path) -> None:
+        for step, size in ((7, 3), (9, 1000)):  # the newer one was cut short
+            checkpoint = folder / "checkpoints" / f"step-{step:08d}"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "weights").write_text("abc")
+            (checkpoint / "state.json").write_text(json.dumps({"step": step, "files": {"weights": size}}))
+        raise ZeroDivisionError("oops")
+
+    stages.in_stage["sft"] = break_after_step_7
+    with pytest.raises(RunFailed, match=r"state is kept in run/sft-.* it goes on from step 7$"):
+        run()
+
+
+def test_a_run_that_waits_for_another_says_so_at_once(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RUN.mkdir()
+    monkeypatch.setattr(summary, "sleep", lambda seconds: None)
+    said: list[str] = []
+    with held(RUN, 0), pytest.raises(SettingsError, match="another rlhf run"), held(RUN, 0.01, said.append):
+        pass
+    assert said == ["another run is working here (run); waiting up to 0.01 s"]
