@@ -141,7 +141,7 @@ def test_two_processes_run_all_four_stages(home: Path) -> None:
         manifest = json.loads((home / "runs" / "two" / entry["folder"] / "manifest.json").read_text())
         assert manifest["made_with"]["processes"] == 2
         assert entry["metrics"].keys() == one[stage]["metrics"].keys()
-    for stage, name in (("pretrain", "val_loss"), ("sft", "base_eval_loss"), ("reward", "accuracy")):
+    for stage, name in (("pretrain", "val_loss"), ("sft", "base_eval_loss"), ("sft", "eval_loss")):
         assert two[stage]["metrics"][name] == pytest.approx(one[stage]["metrics"][name], rel=1e-5)
 
 
