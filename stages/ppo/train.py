@@ -24,6 +24,7 @@ from rlhf.stages.models import (
     load_tokenizer,
     save_folder,
 )
+from rlhf.stages.optimizers import set_learning_rate
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Health
@@ -34,7 +35,7 @@ from rlhf.stages.ppo.rollout import Rollout, collect
 from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import shaped_scores, targets
 from rlhf.stages.ppo.update import Updater
-from rlhf.stages.runtime import Runtime, set_learning_rate
+from rlhf.stages.runtime import Runtime
 
 
 def train(folder: str | Path) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from rlhf.data.rows import read_text
 from rlhf.data.tokens import ROLE_TOKENS, encode_documents, ensure_chat_template
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import hand_over, save_folder
+from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate
 from rlhf.stages.pretrain.config import PretrainSettings
-from rlhf.stages.runtime import Runtime, adamw, learning_rate_at, set_learning_rate
+from rlhf.stages.runtime import Runtime
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 

@@ -18,10 +18,11 @@ from rlhf.data.rows import Ranking, prompt_key, read_rankings
 from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, save_folder
+from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate
 from rlhf.stages.reward.answers import judged, with_sampled_answers
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.objective import comparable, ranking_accuracy, ranking_loss
-from rlhf.stages.runtime import Runtime, adamw, learning_rate_at, set_learning_rate
+from rlhf.stages.runtime import Runtime
 
 
 @dataclass

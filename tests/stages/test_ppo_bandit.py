@@ -9,11 +9,12 @@ from ppo_world import PROMPTS, model_folders, roll, settings, tiny_scalar
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf.stages.models import PolicyModel
+from rlhf.stages.optimizers import set_learning_rate
 from rlhf.stages.ppo.objective import kl_estimate
 from rlhf.stages.ppo.shaping import shaped_scores, targets
 from rlhf.stages.ppo.train import schedule
 from rlhf.stages.ppo.update import Updater
-from rlhf.stages.runtime import Runtime, set_learning_rate
+from rlhf.stages.runtime import Runtime
 
 A = 5
 """The token that pays."""

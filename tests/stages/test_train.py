@@ -75,16 +75,7 @@ def test_the_first_rollout_has_no_kl_and_a_ratio_near_one(chain: Chain) -> None:
 def test_a_stage_killed_between_checkpoints_ends_as_if_nothing_had_happened(
     chain: Chain, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    def die() -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, die)  # checkpoints are written every second step
-        with pytest.raises(Killed):
-            run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    run_until_killed(stage, chain, tmp_path / stage, 3, monkeypatch)  # checkpoints are written every second step
     assert not Artifact(tmp_path / stage).sealed
     run_stage(stage, tmp_path / stage, **inputs(stage, chain))
     assert_same(tmp_path / stage, chain[stage])
@@ -110,9 +101,6 @@ def test_sigterm_saves_the_state_and_the_stage_resumes_from_that_very_step(
 def test_a_half_written_checkpoint_is_passed_over(
     chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
     def die_while_saving(self: Runtime, step: int) -> None:
         if step == 4:
             (self.folder / "checkpoints" / ".writing").mkdir()
@@ -134,16 +122,7 @@ def test_a_half_written_checkpoint_is_passed_over(
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     chain: Chain, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    def die() -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 5, die)
-        with pytest.raises(Killed):
-            run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    run_until_killed(stage, chain, tmp_path / stage, 5, monkeypatch)
     newest = sorted((tmp_path / stage / "checkpoints").glob("*-*4"))[-1]
     weights = next(newest.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
@@ -283,6 +262,22 @@ def test_training_leaves_signal_handlers_as_they_were(chain: Chain, tmp_path: Pa
     before = signal.getsignal(signal.SIGTERM)
     run_stage("pretrain", tmp_path / "pretrain")
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+def run_until_killed(stage: str, chain: Chain, folder: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a stage and end it, without any saving, when the given step is logged."""
+
+    def die() -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        at_step(patch, step, die)
+        with pytest.raises(Killed):
+            run_stage(stage, folder, **inputs(stage, chain))
 
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
