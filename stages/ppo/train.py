@@ -110,14 +110,14 @@ def train(folder: str | Path) -> dict[str, Any]:
         run.state["health"] = health.state_dict()
         for finding in findings:
             run.say(f"iteration {done}: {finding.name}: {finding.message}")
-        if findings and settings.on_unhealthy == "stop":
-            run.save(done)
-            raise RuntimeError(f"unhealthy at iteration {done}: {findings[0].name} (on_unhealthy: stop)")
         evaluate_now = done % settings.eval_every == 0 or done == settings.num_iterations
         if evaluate_now:
             row |= selection.consider(done, run.unwrap(policy), evaluator)
         run.count_tokens(int(rollout.mask.sum()))
         run.log(done, row, force=evaluate_now)
+        if findings and settings.on_unhealthy == "stop":
+            run.save(done)
+            raise RuntimeError(f"unhealthy at iteration {done}: {findings[0].name} (on_unhealthy: stop)")
         run.checkpoint(done)
     metrics = {**selection.finish(folder), "findings": health.active}
     run.on_main(lambda: save_folder(folder / "critic", run.unwrap(critic), tokenizer))

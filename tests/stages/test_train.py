@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages.artifact import STAGES, Artifact, file_digest
+from rlhf.stages.ppo.health import Finding, Health
 from rlhf.stages.runtime import Runtime, Stopped, complete_checkpoints
 
 Chain = dict[str, Path]
@@ -175,6 +176,24 @@ def test_a_learning_rate_of_zero_keeps_policy_kl_and_ratio_where_they_were(chain
             assert abs(row["kl"]) < 1e-4
             assert row["ratio"] == pytest.approx(1, abs=1e-5)
             assert row["clip_fraction"] == 0
+
+
+def test_an_unhealthy_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, rows_seen = Health.check, []
+
+    def ill_in_the_third(self: Health, row: dict[str, float]) -> list[Finding]:
+        rows_seen.append(row)
+        check(self, row)
+        return [Finding("kl_blow_up", "made up")] if len(rows_seen) == 3 else []
+
+    with monkeypatch.context() as patch:  # the third iteration is also evaluated
+        patch.setattr(Health, "check", ill_in_the_third)
+        with pytest.raises(RuntimeError, match="unhealthy at iteration 3: kl_blow_up"):
+            run_stage("ppo", tmp_path / "ppo", on_unhealthy="stop", **inputs("ppo", chain))
+    run_stage("ppo", tmp_path / "ppo", **inputs("ppo", chain))
+    assert_same(tmp_path / "ppo", chain["ppo"])
 
 
 def test_lora_sft_is_merged_so_that_ppo_starts_at_its_own_reference(chain: Chain, tmp_path: Path) -> None:
