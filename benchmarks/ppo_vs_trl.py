@@ -1,11 +1,12 @@
-"""Seconds per PPO iteration on a CPU: ours and TRL 1.12's PPOTrainer (its last release with PPO), in turn A B A B.
+"""Seconds per PPO iteration on a CPU: ours in two layouts beside TRL 1.12's PPOTrainer (its last release with PPO).
 
-    python benchmarks/ppo_vs_trl.py             about ten minutes on two cores
+    python benchmarks/ppo_vs_trl.py             about a quarter of an hour on two cores
 
 Equal random models of a Llama shape (5.3M parameters, vocabulary 4096), 64 prompts, up to 48 new tokens, 4 epochs of
-one minibatch, no evaluation, no saving. TRL 1.12 is installed into an environment of its own that borrows the other
-packages. The first iteration of each run is not counted. "early": the models are built so that an answer ends after
-about 20 tokens; "full": no answer ever ends.
+one minibatch, no evaluation, no saving; the sides take turns. TRL 1.12 is installed into an environment of its own
+that borrows the other packages. The first iteration of each run is not counted. "early": an answer ends after about
+20 tokens; "full": no answer ever ends. At the end both train at learning rate 0, and the log-probabilities that
+TRL's update saw are compared with ours of the same tokens.
 """
 
 import argparse
@@ -24,44 +25,62 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from worlds import build_world
+
 SHAPE = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5,
     "num_attention_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False,
 }  # fmt: skip
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, EPOCHS = 64, 24, 48, 4
-EOS, PAD = 0, 1
-EARLY_LENGTH = 20
+SIDES = ("trl", "separate", "shared_trunk")
+EARLY = 22
+"""Tokens after which an answer ends on average; cut off at NEW_TOKENS their mean is about 20."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--iterations", type=int, default=4, help="of each run; the first is not counted")
-    parser.add_argument("--rounds", type=int, default=2, help="how often A and B take turns")
-    parser.add_argument("--child", choices=["ours", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--world", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=2, help="how often the sides take turns")
+    parser.add_argument("--child", choices=[*SIDES, "compare"], help=argparse.SUPPRESS)
+    parser.add_argument("--world", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--learning-rate", type=float, default=1e-6, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        seconds = {"ours": run_ours, "trl": run_trl}[options.child](Path(options.world), options.iterations)
-        print(json.dumps(seconds))
-        return
+    if options.child == "compare":
+        print(json.dumps(logprob_difference(options.world)))
+    elif options.child == "trl":
+        print(json.dumps(run_trl(options.world, options.iterations, options.learning_rate)))
+    elif options.child:
+        print(json.dumps(run_ours(options.world, options.iterations, options.child)))
+    else:
+        measure(options.iterations, options.rounds)
+
+
+def measure(iterations: int, rounds: int) -> None:
+    """Print the table."""
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print(f"{'seconds per iteration':24}{'TRL 1.12':>12}{'ours':>12}{'ratio':>10}")
+    print(f"{'seconds per iteration':24}{'TRL 1.12':>10}{'separate':>18}{'shared_trunk':>18}")
     with tempfile.TemporaryDirectory() as name:
         python = trl_environment(Path(name) / "trl")
+
+        def child(side: str, world: Path, *words: str) -> Any:
+            call = [python if side == "trl" else sys.executable, __file__, "--child", side, "--world", str(world)]
+            answer = subprocess.run([*call, *words], capture_output=True, text=True, check=False, cwd=name)
+            if answer.returncode:
+                sys.exit(f"{side} failed:\n{answer.stderr[-3000:]}")
+            return json.loads(answer.stdout.splitlines()[-1])
+
         for answers in ("early", "full"):
             world = Path(name) / answers
-            build_world(world, answers == "early")
-            times: dict[str, list[float]] = {"trl": [], "ours": []}
-            for _ in range(options.rounds):
-                for side, interpreter in (("trl", python), ("ours", sys.executable)):
-                    words = [interpreter, __file__, "--child", side, "--world", str(world)]
-                    words += ["--iterations", str(options.iterations)]
-                    answer = subprocess.run(words, capture_output=True, text=True, check=False, cwd=name)
-                    if answer.returncode:
-                        sys.exit(f"{side} failed:\n{answer.stderr[-3000:]}")
-                    times[side] += json.loads(answer.stdout.splitlines()[-1])
-            trl, ours = (statistics.median(times[side]) for side in ("trl", "ours"))
-            print(f"{answers:24}{trl:>12.2f}{ours:>12.2f}{trl / ours:>9.2f}x", flush=True)
+            build_world(world, SHAPE, 2 * PROMPTS, PROMPT_TOKENS, EARLY if answers == "early" else None)
+            times: dict[str, list[float]] = {side: [] for side in SIDES}
+            for _ in range(rounds):
+                for side in SIDES:
+                    times[side] += child(side, world, "--iterations", str(iterations))
+            trl, *ours = (statistics.median(times[side]) for side in SIDES)
+            columns = "".join(f"{seconds:>10.2f}{trl / seconds:>7.2f}x" for seconds in ours)
+            print(f"{answers:24}{trl:>10.2f}{columns}", flush=True)
+        child("trl", world, "--iterations", "1", "--learning-rate", "0")
+        print(f"largest difference of a log-probability at learning rate 0: {child('compare', world):.1e} nats")
 
 
 def trl_environment(folder: Path) -> str:
@@ -78,44 +97,7 @@ def trl_environment(folder: Path) -> str:
     return python
 
 
-def build_world(folder: Path, early: bool) -> None:
-    """Policy, reward model and prompts; `early` tilts the policy's head so that eos has about one chance in twenty."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        PreTrainedTokenizerFast,
-    )
-
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
-    policy = LlamaForCausalLM(config)
-    with torch.no_grad():
-        # A direction that every state shares, and a head whose row for eos reads it.
-        direction = torch.nn.functional.normalize(torch.randn(config.hidden_size), dim=0)
-        policy.model.embed_tokens.weight += 10 * direction
-        hidden = policy.model(torch.randint(2, config.vocab_size, (32, 64))).last_hidden_state.flatten(0, 1)
-        rest = policy.lm_head(hidden).logsumexp(-1).mean()
-        odds = torch.tensor(1 / (EARLY_LENGTH - 1)).log() if early else torch.tensor(-30.0)
-        policy.lm_head.weight[EOS] = direction * (rest + odds) / (hidden @ direction).mean()
-    words = {"<eos>": EOS, "<pad>": PAD, **{f"w{i}": i for i in range(2, config.vocab_size)}}
-    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.padding_side = "left"
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    reward = LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 1}))
-    for name, model in (("policy", policy), ("reward", reward)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    numbers = torch.randint(2, config.vocab_size, (2 * PROMPTS, PROMPT_TOKENS)).tolist()
-    lines = [json.dumps({"prompt": " ".join(f"w{n}" for n in row)}) + "\n" for row in numbers]
-    (folder / "prompts.jsonl").write_text("".join(lines))
-
-
-def run_ours(world: Path, iterations: int) -> list[float]:
+def run_ours(world: Path, iterations: int, layout: str) -> list[float]:
     """Seconds of each iteration but the first and the last (which is evaluated)."""
     from rlhf.stages.artifact import write_settings
     from rlhf.stages.ppo.config import PPOSettings
@@ -128,7 +110,7 @@ def run_ours(world: Path, iterations: int) -> list[float]:
             "data": str(world / "prompts.jsonl"), "num_iterations": iterations + 1, "rollout_batch_size": PROMPTS,
             "num_epochs": EPOCHS, "max_prompt_length": PROMPT_TOKENS, "max_new_tokens": NEW_TOKENS,
             "learning_rate": 1e-6, "critic_learning_rate": 1e-6, "eval_every": 1000, "save_every": 1000,
-            "eval_share": 0.02,
+            "eval_share": 0.02, "layout": layout, "report_to": [],
         },
         "ppo",
     )  # fmt: skip
@@ -146,8 +128,9 @@ def run_ours(world: Path, iterations: int) -> list[float]:
     return [later - earlier for earlier, later in pairwise(moments[:-1])]
 
 
-def run_trl(world: Path, iterations: int) -> list[float]:
-    """Seconds of each iteration but the first."""
+def run_trl(world: Path, iterations: int, learning_rate: float) -> list[float]:
+    """Seconds of each iteration but the first; at learning rate 0, what the last update saw goes to `logprobs.pt`."""
+    import torch
     from datasets import Dataset
     from transformers import (
         AutoModelForCausalLM,
@@ -155,7 +138,7 @@ def run_trl(world: Path, iterations: int) -> list[float]:
         AutoTokenizer,
         TrainerCallback,
     )
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
     tokenizer = AutoTokenizer.from_pretrained(world / "policy", padding_side="left")
     rows = [json.loads(line) for line in (world / "prompts.jsonl").read_text().splitlines()]
@@ -163,6 +146,19 @@ def run_trl(world: Path, iterations: int) -> list[float]:
     policy, reference = (AutoModelForCausalLM.from_pretrained(world / "policy") for _ in range(2))
     reward, value = (AutoModelForSequenceClassification.from_pretrained(world / "reward") for _ in range(2))
     moments: list[float] = []
+    seen: dict[str, Any] = {}
+    if learning_rate == 0:
+        forward, log_softmax = ppo_trainer.forward, ppo_trainer.selective_log_softmax
+
+        def watched_forward(model: Any, ids: Any, *more: Any) -> Any:
+            seen["input_ids"] = ids
+            return forward(model, ids, *more)
+
+        def watched_log_softmax(logits: Any, tokens: Any) -> Any:
+            seen["logprobs"] = log_softmax(logits, tokens)
+            return seen["logprobs"]
+
+        ppo_trainer.forward, ppo_trainer.selective_log_softmax = watched_forward, watched_log_softmax
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -171,15 +167,32 @@ def run_trl(world: Path, iterations: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         config = PPOConfig(
             output_dir=folder, per_device_train_batch_size=PROMPTS, gradient_accumulation_steps=1, num_mini_batches=1,
-            num_ppo_epochs=EPOCHS, response_length=NEW_TOKENS, stop_token="eos", temperature=1.0, learning_rate=1e-6,
-            total_episodes=PROMPTS * iterations, num_sample_generations=0, report_to="none", use_cpu=True, bf16=False,
+            num_ppo_epochs=EPOCHS, response_length=NEW_TOKENS, stop_token="eos", temperature=1.0,
+            learning_rate=learning_rate, total_episodes=PROMPTS * iterations, num_sample_generations=0, report_to="none",
+            use_cpu=True, bf16=False,
             gradient_checkpointing=False, save_strategy="no",
         )  # fmt: skip
         PPOTrainer(
             args=config, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
             value_model=value, train_dataset=data, callbacks=[Clock()],
         ).train()  # fmt: skip
+    if seen:
+        torch.save({name: tensor.detach() for name, tensor in seen.items()}, world / "logprobs.pt")
     return [later - earlier for earlier, later in pairwise(moments)]
+
+
+def logprob_difference(world: Path) -> float:
+    """Largest difference between TRL's log-probabilities and ours of the same responses, in nats."""
+    import torch
+
+    from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
+
+    seen = torch.load(world / "logprobs.pt")
+    ids, theirs = seen["input_ids"], seen["logprobs"]
+    policy = PolicyModel(load_policy(str(world / "policy"), load_tokenizer(str(world / "policy")))).eval()
+    with torch.no_grad():
+        ours, _, _ = policy(ids, torch.ones_like(ids, dtype=torch.bool), theirs.shape[1], 1.0)
+    return (ours - theirs).abs().max().item()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from rlhf.data.rows import DUPLICATE, Ranking, load, prompt_key
+from rlhf.data.rows import DUPLICATE, Dropped, Ranking, load, prompt_key
 from rlhf.data.sources import Source
 
 
@@ -18,7 +18,7 @@ def check(source: Source, kind: str) -> dict[str, Any]:
     loaded = load(source, kind)
     report = loaded.report
     better, equal = _count_pairs(loaded.rows) if kind == "preferences" else (0, 0)
-    repeated = report.dropped.get(DUPLICATE)
+    repeated = report.dropped.get(DUPLICATE, Dropped()).count  # prompts are read once each
     warnings = list(report.warnings)
     if report.kept == 0:
         warnings.append("nothing usable is left; row {}: {}".format(*report.first_bad()))
@@ -33,7 +33,7 @@ def check(source: Source, kind: str) -> dict[str, Any]:
         "prompts": _count_prompts(loaded.rows, kind),
         "pairs": better,
         "ties": equal + report.dropped_ties,
-        "duplicates": repeated.count if repeated else _count_repeats(loaded.rows),
+        "duplicates": repeated if kind == "prompts" else _count_repeats(loaded.rows),
         "warnings": warnings,
     }
 
@@ -52,7 +52,7 @@ def _count_pairs(rankings: Iterable[Ranking]) -> tuple[int, int]:
 def _count_prompts(rows: list[Any], kind: str) -> int:
     if kind == "text":
         return 0
-    return len({prompt_key(row if kind == "prompts" else row.prompt) for row in rows})
+    return len({prompt_key(row.messages if kind == "prompts" else row.prompt) for row in rows})
 
 
 def _count_repeats(rows: list[Any]) -> int:

@@ -26,6 +26,7 @@ __all__ = [
     "Dropped",
     "Loaded",
     "Messages",
+    "Prompt",
     "Ranking",
     "Report",
     "load",
@@ -61,6 +62,14 @@ COLUMNS = (
 FIRST_FEW = 5  # row numbers kept for each reason
 # Left out without counting as bad data: such a row carries nothing that is not read elsewhere.
 BLANK, DUPLICATE, TIED = HARMLESS = "blank text", "duplicate prompt", "all answers tied"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and the whole row that it was read from (after the source's `map`)."""
+
+    messages: Messages
+    row: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -160,8 +169,8 @@ def read_rankings(source: Source, max_dropped: float = 0.0, keep_ties: bool = Fa
     return _enough(load(source, "preferences", keep_ties), source, max_dropped)
 
 
-def read_prompts(source: Source, max_dropped: float = 0.0) -> Loaded[Messages]:
-    """Prompts, each once; of demonstrations and rankings only the prompt is used."""
+def read_prompts(source: Source, max_dropped: float = 0.0) -> Loaded[Prompt]:
+    """Prompts, each once, with what stands beside them; of demonstrations and rankings the prompt is the prompt."""
     return _enough(load(source, "prompts"), source, max_dropped)
 
 
@@ -185,7 +194,7 @@ def load(source: Source, kind: str, keep_ties: bool = False) -> Loaded[Any]:
                 raise Unusable(raw.reason, raw.detail)
             shape, row = PARSERS[kind](_mapped(raw, source), source)
             if kind == "prompts":
-                _refuse_repeat(row, seen)
+                _refuse_repeat(row.messages, seen)
             elif kind == "preferences" and not keep_ties:
                 _refuse_tie(row)
         except Unusable as unusable:
@@ -258,19 +267,19 @@ def _parse_text(row: Row, source: Source) -> tuple[str, str]:
     return column, as_text(columns[column], column, empty=BLANK)
 
 
-def _parse_prompt(row: Row, source: Source) -> tuple[str, Messages]:
+def _parse_prompt(row: Row, source: Source) -> tuple[str, Prompt]:
     if isinstance(row, str):
-        return "text", as_prompt(row)
+        return "text", Prompt(as_prompt(row), {"prompt": row})
     columns = _columns(row)
     if _prefers_messages(columns):
         messages = as_messages(columns["messages"], "messages")
         if len(messages) > 1 and messages[-1]["role"] == "assistant":  # a demonstration: its prompt
             messages = messages[:-1]
-        return "messages", awaiting_answer(messages)
+        return "messages", Prompt(awaiting_answer(messages), columns)
     if "prompt" in columns:
-        return "prompt", as_prompt(columns["prompt"])
+        return "prompt", Prompt(as_prompt(columns["prompt"]), columns)
     if "chosen" in columns:
-        return "chosen, rejected", _answered(columns["chosen"], "chosen")[0]
+        return "chosen, rejected", Prompt(_answered(columns["chosen"], "chosen")[0], columns)
     raise Unusable("no prompt", _found(columns))
 
 

@@ -252,14 +252,14 @@ def _become(module: str, arguments: list[str]) -> None:
 
 
 def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
-    from rlhf.pipeline.summary import duration, headline
+    from rlhf.pipeline.summary import duration, headline, outcome
 
     rows = []
     for stage, entry in stages.items():
         steps = entry.get("steps")
         progress = f"step {entry['step']} of {steps}" if steps else ""
         rows.append((
-            stage, entry["status"], duration(entry["seconds"]),
+            stage, outcome(entry), duration(entry["seconds"]),
             headline(stage, entry["metrics"]) or entry.get("message") or progress, entry["model"] or "",
         ))  # fmt: skip
     _table(("stage", "status", "time", "result", "model"), rows)

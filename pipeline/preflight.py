@@ -142,7 +142,7 @@ def _key(row: Any) -> str:
     """What a row is held out by: a text itself, else its prompt."""
     if isinstance(row, str):
         return row
-    return rows.prompt_key(row.prompt if isinstance(row, rows.Demonstration | rows.Ranking) else row)
+    return rows.prompt_key(row.messages if isinstance(row, rows.Prompt) else row.prompt)
 
 
 def _refuse_changed(model: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from rlhf.pipeline.charts import draw_charts
-from rlhf.pipeline.summary import duration, run_status
+from rlhf.pipeline.summary import duration, outcome, run_status
 from rlhf.stages.artifact import Artifact, replace_text
 
 MAX_SAMPLES = 30
@@ -86,6 +86,8 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         "title": TITLES[name],
         "purpose": PURPOSES[name],
         "status": entry["status"],
+        "outcome": outcome(entry),
+        "warnings": _warnings(metrics),
         "message": entry.get("message") if entry["status"] != "done" else None,
         "seconds": entry["seconds"],
         "folder": artifact.folder.name if artifact else None,
@@ -95,6 +97,19 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         "samples": artifact.samples if artifact else [],
         **draw_charts(name, artifact.metrics if artifact else [], metrics),
     }
+
+
+def _warnings(metrics: dict[str, Any]) -> list[str]:
+    """What the final metrics say against a stage, in sentences."""
+    found = []
+    if metrics.get("over_optimised"):
+        reason = metrics.get("over_optimised_because") or "the run went too far"
+        kept = f" The policy of iteration {metrics['best_step']} was kept." if "best_step" in metrics else ""
+        found.append(f"Over-optimised: {reason}.{kept}")
+    if findings := metrics.get("findings"):
+        named = ", ".join(name.replace("_", " ") for name in findings)
+        found.append(f"Not healthy at the end: {named}.")
+    return found
 
 
 def _changes(stage: str, metrics: dict[str, Any]) -> list[dict[str, Any]]:
@@ -124,10 +139,14 @@ def _gallery(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> str:
-    """Three digits, which people can compare; `–` for what is missing."""
+    """A metric for people: three digits, which they can compare; `–` for what is missing."""
     if value is None:
         return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_number, value)) or "none"
+    if not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"

@@ -82,6 +82,11 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
     return stages
 
 
+def outcome(entry: dict[str, Any]) -> str:
+    """The status of a stage in `run_status`, with what its final metrics say against it."""
+    return f"{entry['status']}, over-optimised" if entry["metrics"].get("over_optimised") else str(entry["status"])
+
+
 def headline(stage: str, metrics: dict[str, Any]) -> str:
     """The final metrics of a stage in one line."""
     shown = [(name, metrics[name]) for name in HEADLINES[stage] if metrics.get(name) is not None]

@@ -22,6 +22,8 @@ from rlhf.stages.settings import StageSettings
 AnyStage = TypeVar("AnyStage", bound=StageSettings)
 
 STAGES = ("pretrain", "sft", "reward", "ppo")
+TRACKER_FOLDER = "logs"
+"""What trackers write of a stage lies there: not part of the result, so it may be deleted."""
 _EDGE = 1 << 20  # bytes hashed at either end of a large file of a model that has no manifest
 
 
@@ -173,7 +175,9 @@ def seal(
     files = {
         path.relative_to(folder).as_posix(): file_digest(path)
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and "checkpoints" not in path.relative_to(folder).parts and path.name != "status.json"
+        if path.is_file()
+        and not {"checkpoints", TRACKER_FOLDER} & set(path.relative_to(folder).parts)
+        and path.name != "status.json"
     }
     manifest = {
         "stage": identity.stage,

@@ -27,24 +27,37 @@ from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 
 LOGITS_AT_ONCE = 2**27  # numbers: PPO has half a GiB of logits in memory, however long the responses are
-_SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json
+SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json
 
 
-def load_tokenizer(reference: str) -> PreTrainedTokenizerBase:
-    """Tokenizer with a pad token and a chat template; a foreign one without gets ours, which then travels on."""
+def read_tokenizer(reference: str) -> PreTrainedTokenizerBase:
+    """The tokenizer as it was saved."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(reference)
     except (OSError, ValueError) as error:
         raise RefusedError(f"no tokenizer in '{reference}': {_first_line(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers where there are no files of one
+        raise RefusedError(f"no tokenizer in '{reference}': its files are missing, or hold special tokens alone")
+    return tokenizer
+
+
+def load_tokenizer(reference: str) -> PreTrainedTokenizerBase:
+    """Tokenizer with a pad token and a chat template; a foreign one without gets ours, which then travels on."""
+    tokenizer = read_tokenizer(reference)
     ensure_pad(tokenizer)
     ensure_chat_template(tokenizer)
     return tokenizer
 
 
-def load_policy(reference: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A causal language model in float32; nothing may be newly initialised, and every token needs an embedding."""
+def load_policy(
+    reference: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype = torch.float32, **options: Any
+) -> PreTrainedModel:
+    """A causal language model; nothing may be newly initialised, and every token needs an embedding.
+
+    `options` are further arguments of `from_pretrained`.
+    """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(reference, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise RefusedError(f"no causal language model in '{reference}': {_first_line(error)}") from error
     if any("ForSequenceClassification" in name for name in model.config.architectures or []):
@@ -73,7 +86,7 @@ class ScalarModel(nn.Module):
         if not isinstance(getattr(classifier, "score", None), nn.Linear):
             raise RefusedError(f"{type(classifier).__name__} has no linear head named 'score'; use a decoder model")
         self.classifier = classifier
-        rule = getattr(classifier.config, _SCORE_KEYS, None) or {}
+        rule = getattr(classifier.config, SCORE_KEYS, None) or {}
         self.pooling: str = rule.get("pooling", "last")
         self.mean: float = rule.get("mean", 0.0)
         self.std: float = rule.get("std", 1.0)
@@ -86,11 +99,7 @@ class ScalarModel(nn.Module):
             position_ids=position_ids(attention_mask),
             use_cache=False,
         )
-        with torch.autocast(input_ids.device.type, enabled=False):
-            head = self.classifier.score
-            bias = None if head.bias is None else head.bias.float()
-            values = nn.functional.linear(output.last_hidden_state.float(), head.weight.float(), bias)
-        return (values.squeeze(-1) - self.mean) / self.std  # [B,T]
+        return (_scalars(self.classifier.score, output.last_hidden_state) - self.mean) / self.std  # [B,T]
 
     def pool(self, values: Tensor, response_mask: Tensor) -> Tensor:
         """Scores [B] of the responses marked in `response_mask` [B,T] from the numbers per token [B,T]."""
@@ -101,10 +110,14 @@ class ScalarModel(nn.Module):
         last = torch.where(response_mask, positions, -1).amax(-1).clamp(min=0)
         return values.gather(-1, last[:, None])[:, 0]
 
+    @property
+    def rule(self) -> dict[str, Any]:
+        """How it is read: what travels in the model's config."""
+        return {"pooling": self.pooling, "mean": self.mean, "std": self.std}
+
     def save(self, folder: Path) -> None:
         """Write it as a plain sequence classifier, the reading rule in its config."""
-        rule = {"pooling": self.pooling, "mean": self.mean, "std": self.std}
-        setattr(self.classifier.config, _SCORE_KEYS, rule)
+        setattr(self.classifier.config, SCORE_KEYS, self.rule)
         self.classifier.save_pretrained(folder)
 
 
@@ -126,11 +139,25 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
         )
     if new_head:
         scalar.pooling, scalar.mean, scalar.std = "last", 0.0, 1.0  # a reward model may be the start; its rule is not
-        nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
-        if model.score.bias is not None:
-            nn.init.zeros_(model.score.bias)
+        model.score = fresh_head(model.config.get_text_config().hidden_size, bias=model.score.bias is not None)
     model.config.pad_token_id = tokenizer.pad_token_id
     return scalar
+
+
+def fresh_head(hidden_size: int, bias: bool = False) -> nn.Linear:
+    """A head to one number with weights N(0, 1/sqrt(d + 1)) (Stiennon et al.) in float32."""
+    head = nn.utils.skip_init(nn.Linear, hidden_size, 1, bias=bias, dtype=torch.float32)
+    nn.init.normal_(head.weight, std=(hidden_size + 1) ** -0.5)
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)
+    return head
+
+
+def _scalars(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """One number in float32 per state: [B,T] from [B,T,d]."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -143,12 +170,14 @@ class PolicyModel(nn.Module):
 
     The one place that makes log-probabilities: for the rollout's policy, the reference and the update. Logits are
     made for response positions only, a chunk of tokens at a time, and made again in the backward pass, so that no
-    tensor of size tokens × vocabulary is ever kept.
+    tensor of size tokens × vocabulary is ever kept. With a `value_head` (hidden size → 1, in float32) the same pass
+    also reads the critic's values.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, value_head: nn.Linear | None = None) -> None:
         super().__init__()
         self.model = model
+        self.value_head = value_head
         config = model.config.get_text_config()
         self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -160,23 +189,31 @@ class PolicyModel(nn.Module):
         num_response: int,
         temperature: float,
         with_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities [B,R] of the last R = `num_response` tokens, and entropies [B,R] if asked for.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(log-probabilities, entropies if asked for, values if there is a value head), each [B,R].
 
-        From ids [B,T] and attention mask [B,T] (True where a token is); both at `temperature`. The state at
-        position t judges the token at t + 1, hence the shift by one.
+        Of the last R = `num_response` tokens, from ids [B,T] and attention mask [B,T] (True where a token is);
+        log-probabilities and entropies at `temperature`. The state at position t judges the token at t + 1, hence
+        the shift by one: the last token's own state is not needed.
         """
         output = self.model.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask.long(),
-            position_ids=position_ids(attention_mask),
+            input_ids=input_ids[:, :-1],
+            attention_mask=attention_mask[:, :-1].long(),
+            position_ids=position_ids(attention_mask)[:, :-1],
             use_cache=False,
         )
-        hidden = output.last_hidden_state[:, -num_response - 1 : -1].flatten(0, 1)  # [B·R,d]
-        tokens = input_ids[:, -num_response:].flatten()  # [B·R]
+        hidden = output.last_hidden_state[:, -num_response:]  # [B,R,d]
+        logprobs, entropies = self._read(hidden.flatten(0, 1), input_ids[:, -num_response:], temperature, with_entropy)
+        values = None if self.value_head is None else _scalars(self.value_head, hidden)
+        return logprobs, entropies, values
+
+    def _read(
+        self, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(log-probabilities, entropies) [B,R] from hidden states [B·R,d] and tokens [B,R]."""
         head = self.model.get_output_embeddings()
         size = max(LOGITS_AT_ONCE // len(head.weight), 1)
-        pieces = list(zip(hidden.split(size), tokens.split(size), strict=True))
+        pieces = list(zip(hidden.split(size), tokens.flatten().split(size), strict=True))
         read = partial(
             self._chunk, weight=head.weight, bias=getattr(head, "bias", None), temperature=temperature,
             with_entropy=with_entropy,
@@ -185,7 +222,7 @@ class PolicyModel(nn.Module):
             parts = [read(*pieces[0])]
         else:
             parts = [checkpoint(read, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-        logprobs, entropies = (torch.cat(part).view(len(input_ids), num_response) for part in zip(*parts, strict=True))
+        logprobs, entropies = (torch.cat(part).view(tokens.shape) for part in zip(*parts, strict=True))
         return logprobs, entropies if with_entropy else None
 
     def _chunk(
@@ -197,21 +234,23 @@ class PolicyModel(nn.Module):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        # Scale and temperature go into the hidden state, which is small, unless something comes between.
+        factor = self.scale / temperature if self.softcap is None else self.scale
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
-        logits = logits * self.scale
+            logits = nn.functional.linear(hidden.float() * factor, weight.float())
+            if bias is not None:
+                logits = logits + bias.float() * factor
         if self.softcap is not None:
-            logits = self.softcap * (logits / self.softcap).tanh()
-        logprobs = (logits / temperature).log_softmax(-1)  # [chunk,V]
-        chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+            logits = self.softcap * (logits / self.softcap).tanh() / temperature
         if not with_entropy:
-            return chosen, torch.zeros_like(chosen)
-        return chosen, -(logprobs.exp() * logprobs).sum(-1)
+            return -nn.functional.cross_entropy(logits, tokens, reduction="none"), torch.zeros(len(tokens))
+        logprobs = logits.log_softmax(-1)  # [chunk,V]
+        return logprobs.gather(-1, tokens[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
     @torch.no_grad()
     def check_head(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         """Refuse a model whose own logits say otherwise: it does more after its last layer than we know of."""
-        ours, _ = self(input_ids, attention_mask, 1, 1.0)
+        ours, _, _ = self(input_ids, attention_mask, 1, 1.0)
         output = self.model(
             input_ids=input_ids, attention_mask=attention_mask.long(), position_ids=position_ids(attention_mask)
         )

@@ -6,15 +6,13 @@ Only the main process writes and talks; every process reaches every barrier.
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -24,22 +22,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, set_seed
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.split import train_and_eval
-from rlhf.stages.artifact import AnyStage, Artifact, identify, replace_text, seal
+from rlhf.stages import logs
+from rlhf.stages.artifact import AnyStage, Artifact, identify, seal
+from rlhf.stages.checkpoints import clear, complete_checkpoints, swap_in
 
 T = TypeVar("T")
-
-_SECONDS_BETWEEN_LINES = 5.0
-_SHOWN = (
-    "loss", "val_loss", "eval_loss", "accuracy", "score", "kl", "entropy", "eos_share", "length",
-    "explained_variance", "eval_score", "eval_true_quality", "eval_win_rate", "tokens_per_second",
-)  # fmt: skip
-"""Figures of a progress line, in this order; metrics.jsonl has all."""
 
 
 class Stopped(SystemExit):
@@ -67,9 +58,9 @@ class Runtime(Generic[AnyStage]):
         self.state: dict[str, Any] = {}
         """JSON values that belong to the training state (the best loss so far, …)."""
         self._started, self._tokens, self._tokens_since = time.monotonic(), 0, time.monotonic()
-        self._first_step, self._last_line, self._signal = 0, -_SECONDS_BETWEEN_LINES, 0
-        self._console = Console(quiet=not self.is_main)
-        self._progress: Progress | None = None
+        self._first_step, self._signal = 0, 0
+        self._terminal = logs.Terminal(settings.stage, quiet=not self.is_main)
+        self._trackers = logs.Trackers(settings, folder, self.say)
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         self.seed()
 
@@ -77,64 +68,45 @@ class Runtime(Generic[AnyStage]):
 
     def say(self, text: str, now_and_then: bool = False) -> None:
         """One line for a person; with `now_and_then` only if the last such line is some seconds old."""
-        if now_and_then:
-            if time.monotonic() - self._last_line < _SECONDS_BETWEEN_LINES:
-                return
-            self._last_line = time.monotonic()
-        self._console.print(f"{self.settings.stage}: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._terminal.say(text, now_and_then)
 
     def count_tokens(self, number: int) -> None:
         """Tokens that this process worked through since the last call; for the log's tokens per second."""
         self._tokens += number
 
     def log(self, step: int, metrics: dict[str, float], force: bool = False) -> None:
-        """Write a row of metrics.jsonl every `log_every` steps (or now) and show the progress. `step` from 1."""
-        self._check_finite(metrics)
+        """Write a row of metrics.jsonl every `log_every` steps (or now), to the trackers too; show the progress.
+
+        `step` counts from 1. All processes log together.
+        """
+        logs.check_finite(metrics, self.settings.stage)
         if not force and step % self.settings.log_every and step != self.num_steps:
             return
         now = time.monotonic()
         tokens = self.sum(torch.tensor(float(self._tokens), dtype=torch.float64)).item()
+        peak = self._peak_gib()
         rate = tokens / max(now - self._tokens_since, 1e-9)
         self._tokens, self._tokens_since = 0, now
         if not self.is_main:
             return
-        row: dict[str, Any] = {"step": step, **{k: _plain(v) for k, v in metrics.items()}}
+        row: dict[str, Any] = {"step": step, **logs.plain(metrics)}
         if tokens:
             row["tokens_per_second"] = round(rate, 1)
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        row["peak_gib"] = peak
+        logs.write_row(self.folder, row)
+        self._trackers.log(row)
         self.write_status("running", step)
-        self._show(step, row, now)
+        self._terminal.show(row, self.num_steps, (now - self._started) / max(step - self._first_step, 1))
 
-    def _check_finite(self, metrics: dict[str, Any]) -> None:
-        """End a run whose numbers are none any more, before its model is sealed and believed."""
-        for name, value in metrics.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                stage = self.settings.stage
-                raise RuntimeError(f"{name} is {value}: training diverged; lower {stage}.learning_rate")
-
-    def _show(self, step: int, row: dict[str, Any], now: float) -> None:
-        shown = "  ".join(f"{name} {_short(row[name])}" for name in _SHOWN if name in row)
-        if self._console.is_terminal:
-            if self._progress is None:
-                self._progress = Progress(
-                    TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.completed}/{task.total}"),
-                    TimeRemainingColumn(), TextColumn("{task.fields[shown]}"), console=self._console,
-                )  # fmt: skip
-                self._progress.add_task(self.settings.stage, total=self.num_steps, shown="")
-                self._progress.start()
-            self._progress.update(self._progress.task_ids[0], completed=step, shown=shown)
-        else:
-            done = max(step - self._first_step, 1)
-            left = round((now - self._started) / done * (self.num_steps - step))
-            line = f"step {step}/{self.num_steps}  {shown}  left {left // 60}:{left % 60:02}"
-            self.say(line, now_and_then=step < self.num_steps)
+    def _peak_gib(self) -> float:
+        """Memory of the process that took most so far."""
+        peak = torch.tensor([logs.peak_memory(self.device)], dtype=torch.float64)
+        return round(self.max(peak).item() / 2**30, 3)
 
     def write_status(self, state: str, step: int, message: str = "") -> None:
         """status.json: what the orchestrator and `rlhf status` read while the stage runs."""
         if self.is_main:
-            content = {"state": state, "step": step, "steps": self.num_steps, "message": message}
-            replace_text(self.folder / "status.json", json.dumps(content))
+            logs.write_status(self.folder, state, step, self.num_steps, message)
 
     # -- rows -----------------------------------------------------------------------------------------------
 
@@ -160,6 +132,14 @@ class Runtime(Generic[AnyStage]):
         assert isinstance(reduced, torch.Tensor)
         return reduced
 
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Maximum over all processes, element by element, of a vector."""
+        if self.num_processes == 1:
+            return values
+        gathered = self.accelerator.gather(values.to(self.device)[None])
+        assert isinstance(gathered, torch.Tensor)
+        return gathered.amax(0)
+
     def batch_size(self, name: str, size: int, num_rows: int) -> int:
         """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly."""
         if num_rows < size:
@@ -184,14 +164,18 @@ class Runtime(Generic[AnyStage]):
             yield mine[start : start + size]
 
     def microbatches(self, rows: list[int], *models: torch.nn.Module) -> Iterator[list[int]]:
-        """Cut this process's `rows` of a step into microbatches; gradients are reduced at the last."""
+        """Cut this process's `rows` of a step into microbatches of `microbatch_size`, and `accumulate` over them."""
         size = self.settings.microbatch_size or len(rows)
-        for start in range(0, len(rows), size):
+        yield from self.accumulate([rows[start : start + size] for start in range(0, len(rows), size)], *models)
+
+    def accumulate(self, microbatches: Sequence[T], *models: torch.nn.Module) -> Iterator[T]:
+        """The microbatches of a step, one after the other; gradients are reduced over processes at the last."""
+        for number, microbatch in enumerate(microbatches, start=1):
             with ExitStack() as stack:
-                if start + size < len(rows):
+                if number < len(microbatches):
                     for model in models:
                         stack.enter_context(self.accelerator.no_sync(model))
-                yield rows[start : start + size]
+                yield microbatch
 
     def unwrap(self, model: Any) -> Any:
         """The model without the wrapper that accelerate put around it."""
@@ -240,26 +224,11 @@ class Runtime(Generic[AnyStage]):
 
     def save(self, step: int) -> None:
         """Write the full training state beside the old one, then swap: a kill leaves one or the other whole."""
-        checkpoints = self.folder / "checkpoints"
-        writing, final = checkpoints / ".writing", checkpoints / f"step-{step:08d}"
-        if self.is_main:
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
+        writing = self.folder / "checkpoints" / ".writing"
+        self.on_main(lambda: clear(writing))
         self.accelerator.save_state(str(writing))
         self.accelerator.wait_for_everyone()
-        if self.is_main:
-            sizes = {path.name: path.stat().st_size for path in writing.iterdir()}
-            content = {"step": step, "state": self.state, "files": sizes}
-            (writing / "state.json").write_text(json.dumps(content), encoding="utf-8")
-            for path in writing.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(writing, final)
-            for old in sorted(checkpoints.glob("step-*"))[:-2]:  # the one before stays, should this one be damaged
-                shutil.rmtree(old)
-        self.accelerator.wait_for_everyone()
+        self.on_main(lambda: swap_in(writing, step, self.state))
 
     def resume(self) -> int:
         """Load the newest complete checkpoint, if there is one; the number of steps that it has behind it."""
@@ -277,20 +246,14 @@ class Runtime(Generic[AnyStage]):
         return step
 
     def begin(self, step: int) -> None:
-        """Start the clock with `step` steps behind; rows of metrics that a lost stretch wrote are dropped."""
+        """Start clock and trackers with `step` steps behind; rows that a lost stretch wrote are dropped."""
         if step:
             self.say(f"resuming from step {step} of {self.num_steps}")
         if self.is_main:
-            self._forget_metrics_after(step)
+            logs.forget_rows_after(self.folder, step)
+            self._trackers.start(step)
         self.write_status("running", step)
         self._first_step, self._started, self._tokens_since = step, time.monotonic(), time.monotonic()
-
-    def _forget_metrics_after(self, step: int) -> None:
-        path = self.folder / "metrics.jsonl"
-        if path.exists():
-            rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-            kept = [line for line in rows if json.loads(line)["step"] <= step]
-            replace_text(path, "".join(line + "\n" for line in kept))
 
     # -- the end ------------------------------------------------------------------------------------------
 
@@ -307,8 +270,9 @@ class Runtime(Generic[AnyStage]):
 
     def finish(self, metrics: dict[str, Any], hand_over: dict[str, Any]) -> dict[str, Any]:
         """Seal the artifact and drop the checkpoints; returns the final metrics."""
-        metrics = {k: _plain(v) for k, v in metrics.items()}
-        self._check_finite(metrics)
+        metrics = logs.plain(metrics)
+        logs.check_finite(metrics, self.settings.stage)
+        metrics["peak_gib"] = self._peak_gib()
         self.accelerator.wait_for_everyone()
         if self.is_main:
             seal(self.folder, self.identity, metrics, self.num_processes, hand_over)
@@ -321,9 +285,9 @@ class Runtime(Generic[AnyStage]):
         return metrics
 
     def close(self) -> None:
-        """Give the terminal, the signals and the memory back."""
-        if self._progress is not None:
-            self._progress.stop()
+        """Give the terminal, the signals and the memory back; let the trackers finish."""
+        self._terminal.close()
+        self._trackers.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self.accelerator.free_memory()
@@ -348,38 +312,10 @@ def run_stage(train: Callable[[str], Any]) -> None:
     except Exception as error:
         refused = isinstance(error, RefusedError)
         message = str(error) if refused else f"{type(error).__name__}: {error}"
-        _tell_failure(folder, "refused" if refused else "failed", message)
+        logs.tell_failure(folder, "refused" if refused else "failed", message)
         if os.environ.get("RLHF_DEBUG"):
             raise
         raise SystemExit(2 if refused else 1) from None
-
-
-def _tell_failure(folder: Path, state: str, message: str) -> None:
-    """One line for the person who started this, or for the orchestrator, which tells it on; the rest in error.log.
-
-    The process that fails first tells: the others may only fail because it is gone.
-    """
-    if "RLHF_RUN" not in os.environ:
-        print(f"error: {message}", file=sys.stderr)
-    if not folder.is_dir() or Artifact(folder).sealed or (folder / "error.log").exists():
-        return
-    if state == "failed":
-        replace_text(folder / "error.log", traceback.format_exc())
-    content = {"state": state, "step": 0, "steps": 0, "message": message}
-    replace_text(folder / "status.json", json.dumps(content))
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were written to their end and whose files still have their sizes, oldest first."""
-    found = []
-    for state in sorted((folder / "checkpoints").glob("step-*/state.json")):
-        try:
-            sizes = json.loads(state.read_text(encoding="utf-8"))["files"]
-            if all((state.parent / name).stat().st_size == size for name, size in sizes.items()):
-                found.append(state.parent)
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-    return found
 
 
 def choose_precision(precision: str, stage: str) -> str:
@@ -401,11 +337,3 @@ def be_quiet() -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     # peft 0.21 asks transformers 5.24 by the old name
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

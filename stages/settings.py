@@ -1,10 +1,11 @@
 """Typed settings: what every stage shares, and errors that name the key and the cure. No torch here."""
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from rlhf.data.errors import SettingsError
@@ -32,6 +33,33 @@ class Settings(BaseModel):
             raise SettingsError("\n".join(problems)) from None
 
 
+TRACKERS: dict[str, tuple[str, ...]] = {
+    "tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",),
+    "mlflow": ("mlflow",), "comet_ml": ("comet_ml",), "clearml": ("clearml",), "aim": ("aim",),
+    "dvclive": ("dvclive",), "swanlab": ("swanlab",),
+}  # fmt: skip
+"""Accelerate's trackers, each with the packages of which it needs one."""
+
+
+def tracker_is_installed(name: str) -> bool:
+    """Whether one of a tracker's packages is there; a mere folder of that name, as wandb leaves behind, is none."""
+    specs = map(importlib.util.find_spec, TRACKERS[name])
+    return any(spec is not None and spec.origin is not None for spec in specs)
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (Hu et al. 2021, through PEFT)."""
+
+    r: int = Field(16, ge=1)
+    """Rank of the update."""
+    alpha: int = Field(32, ge=1)
+    """Scale of the update: alpha / r."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input."""
+    target_modules: list[str] | str = "all-linear"
+    """Names of the layers to adapt."""
+
+
 class StageSettings(Settings):
     """What all four stages have in common."""
 
@@ -41,7 +69,9 @@ class StageSettings(Settings):
     data_fields: ClassVar[tuple[str, ...]] = ("data", "eval_data")
     code_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that name a `module:function`; the module's source takes part in the key."""
-    not_in_key: ClassVar[frozenset[str]] = frozenset({"max_dropped", "log_every", "save_every", "microbatch_size"})
+    not_in_key: ClassVar[frozenset[str]] = frozenset(
+        {"max_dropped", "log_every", "save_every", "microbatch_size", "report_to"}
+    )
     """Fields that cannot change the result."""
 
     seed: int = Field(0, ge=0)
@@ -56,10 +86,32 @@ class StageSettings(Settings):
     """Rows (prompts, episodes) per forward pass on one device; its whole share of the batch by default."""
     log_every: int = Field(10, ge=1)
     """Steps between two lines of metrics."""
+    report_to: list[str] | None = None
+    """Trackers that get the metrics too: tensorboard, wandb, trackio, mlflow, comet_ml, clearml, aim, dvclive, swanlab.
+    None: TensorBoard where it is installed; []: none."""
     save_every: int = Field(50, ge=1)
     """Steps between two checkpoints of the full training state."""
     attempt: int = Field(0, ge=0)
     """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("report_to")
+    @classmethod
+    def _there_to_be_told(cls, names: list[str] | None) -> list[str] | None:
+        for name in names or ():
+            if name not in TRACKERS:
+                raise ValueError(f"no tracker '{name}'; {nearest(name, list(TRACKERS))} ([] for none)")
+            if not tracker_is_installed(name):
+                installed = [other for other in TRACKERS if tracker_is_installed(other)]
+                raise ValueError(
+                    f"'{name}' is not installed (installed: {', '.join(installed) or 'no tracker'}); "
+                    f"pip install {TRACKERS[name][0]}, or take it out ([] for none)"
+                )
+        return names
 
     def inputs(self) -> dict[str, str | None]:
         """The models that the stage needs, by name; None where one is still to be filled in."""

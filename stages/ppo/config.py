@@ -5,16 +5,18 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import Settings, StageSettings
+from rlhf.stages.settings import LoraSettings, Settings, StageSettings
 
 
 class RewardSpec(Settings):
     """One more part of the score: a reward model or a Python function."""
 
     model: str | None = None
-    """Folder or hub id of a one-label sequence classifier (a decoder); with another tokenizer it is given the text."""
+    """Folder or hub id of a one-label sequence classifier; encoders, and decoders with another tokenizer, are given
+    the text."""
     function: str | None = None
-    """module:function (prompts, responses) -> one finite number per response; both are lists of text."""
+    """module:function (prompts, responses) or (prompts, responses, rows) -> one finite number per response; prompts
+    and responses are lists of text, rows the rows of `data` that the prompts stand in, as dicts."""
     weight: float = 1.0
     """What its scores are multiplied by; negative for a cost."""
 
@@ -34,7 +36,11 @@ class PPOSettings(StageSettings):
     input_fields: ClassVar[tuple[str, ...]] = ("model", "reward_model")
     data_fields: ClassVar[tuple[str, ...]] = ("data", "eval_data", "ptx_data")
     code_fields: ClassVar[tuple[str, ...]] = ("judge",)
-    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {"on_unhealthy"}
+    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {
+        "on_unhealthy",
+        "offload",
+        "gradient_checkpointing",
+    }
 
     model: str | None = None
     """Folder or hub id of the policy's start and reference; the sft stage's model by default."""
@@ -47,11 +53,22 @@ class PPOSettings(StageSettings):
     ensemble_penalty: float = Field(1.0, ge=0)
     """Standard deviations between the reward models that lower_bound subtracts."""
     data: Source
-    """Prompts; rows with prompt or messages (answers in the rows are ignored)."""
+    """Prompts; rows with prompt or messages. What else is in a row is for functions of `rewards` alone."""
     eval_data: Source | None = None
     """Prompts for the held-out evaluation; by default a share of the prompts is held out."""
     judge: str | None = None
     """module:function (prompts, responses) -> true qualities; for evaluation only, PPO never optimises them."""
+
+    layout: Literal["separate", "shared_trunk", "adapters"] = "separate"
+    """What is in memory: four models; or policy and critic on one trunk; or one base with LoRA adapters for all."""
+    lora: LoraSettings = Field(default_factory=LoraSettings)
+    """The adapters of policy and critic in `layout: adapters`; the saved policy has its own merged."""
+    quantization: Literal["8bit", "4bit"] | None = None
+    """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes; QLoRA's NF4)."""
+    offload: bool = False
+    """Keep reference and reward models in the CPU's memory while they are not needed."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, a third slower updates."""
 
     num_iterations: int = Field(100, ge=1)
     """Rollout phases, each followed by its updates."""
@@ -128,6 +145,8 @@ class PPOSettings(StageSettings):
     """Bound on the loss of tokens with negative advantage (Ye et al. 2020: 3)."""
     value_clip_range: float | None = Field(0.2, gt=0)
     """Clip of the value's move since the rollout; None does not clip."""
+    value_coef: float = Field(0.1, ge=0)
+    """Weight of the value loss beside the policy's in `layout: shared_trunk` (elsewhere each has its own optimiser)."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of an entropy bonus."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -192,6 +211,21 @@ class PPOSettings(StageSettings):
             raise ValueError(f"overlong_buffer {self.overlong_buffer} exceeds max_new_tokens {self.max_new_tokens}")
         if bool(self.ptx_coef) != (self.ptx_data is not None):
             raise ValueError("ptx_coef and ptx_data go together; set both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_layout(self) -> Self:
+        for name, layout in (("lora", "adapters"), ("quantization", "adapters"), ("value_coef", "shared_trunk")):
+            if self.layout != layout and getattr(self, name) != type(self).model_fields[name].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(f"{name} has no effect in layout {self.layout}; leave it out, or set layout: {layout}")
+        if self.layout == "shared_trunk" and self.critic_warmup_iterations:
+            raise ValueError("critic_warmup_iterations needs a critic of its own; layout shared_trunk has none")
+        if self.layout == "adapters" and self.offload:
+            raise ValueError("offload has nothing to offload in layout adapters, whose roles share one base")
+        if self.lora.dropout:
+            raise ValueError("lora.dropout must be 0: PPO samples and scores the same distribution, without dropout")
         return self
 
     @model_validator(mode="after")

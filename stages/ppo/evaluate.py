@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import RefusedError
-from rlhf.data.rows import Messages, prompt_text
+from rlhf.data.rows import Prompt, prompt_text
 from rlhf.stages.artifact import Artifact, read_settings, replace_text
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
@@ -47,13 +47,13 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         reference: PolicyModel,
         rewards: Rewards,
-        prompts: list[Messages],
+        prompts: list[Prompt],
         encoded: list[list[int]],
     ) -> None:
         self.run, self.tokenizer, self.reference, self.rewards = run, tokenizer, reference, rewards
         repeats = run.settings.num_eval_samples
-        self.prompts = [prompt_text(prompt) for prompt in prompts for _ in range(repeats)]
-        self.messages = [prompt for prompt in prompts for _ in range(repeats)]
+        self.asked = [prompt for prompt in prompts for _ in range(repeats)]
+        self.prompts = [prompt_text(prompt.messages) for prompt in self.asked]
         self.encoded = [ids for ids in encoded for _ in range(repeats)]
 
     def __call__(self, policy: PolicyModel) -> list[Answer]:
@@ -77,7 +77,7 @@ class Evaluator:
         with self.run.accelerator.autocast():
             rollout = collect(
                 policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
-                [self.messages[i] for i in rows], self.run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
+                [self.asked[i] for i in rows], self.run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
             )  # fmt: skip
         texts = self.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
         columns = (rollout.scores, rollout.kl, rollout.ended, rollout.lengths)

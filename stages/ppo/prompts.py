@@ -3,26 +3,26 @@
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import DataError
-from rlhf.data.rows import Messages, prompt_key, read_prompts
+from rlhf.data.rows import Prompt, prompt_key, read_prompts
 from rlhf.data.tokens import encode_prompt
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.runtime import Runtime
 
 
-def read_rows(run: Runtime[PPOSettings]) -> tuple[list[Messages], list[Messages]]:
+def read_rows(run: Runtime[PPOSettings]) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out prompts, each once."""
     settings = run.settings
     prompts = read_prompts(settings.data, settings.max_dropped).rows
     given = read_prompts(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
-    return run.split(prompts, given, prompt_key)
+    return run.split(prompts, given, lambda prompt: prompt_key(prompt.messages))
 
 
 def encode_prompts(
-    run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase, prompts: list[Messages]
-) -> tuple[list[list[int]], list[Messages]]:
+    run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> tuple[list[list[int]], list[Prompt]]:
     """Token ids of the prompts that fit, and those prompts; the others are counted aloud."""
     longest = run.settings.max_prompt_length
-    pairs = [(encode_prompt(tokenizer, prompt), prompt) for prompt in prompts]
+    pairs = [(encode_prompt(tokenizer, prompt.messages), prompt) for prompt in prompts]
     kept = [(ids, prompt) for ids, prompt in pairs if len(ids) <= longest]
     if len(kept) < len(pairs):
         run.say(

@@ -1,6 +1,7 @@
 """The rollout phase: responses sampled from the policy, and what every model says about them."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.collate import pad_left
-from rlhf.data.rows import Messages
+from rlhf.data.rows import Prompt
 from rlhf.stages.generation import sample
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.microbatches import Piece, pieces
 from rlhf.stages.ppo.objective import response_mask
-from rlhf.stages.ppo.rewards import Episodes, Rewards, response_texts
+from rlhf.stages.ppo.reward_models import Episodes
+from rlhf.stages.ppo.rewards import Rewards, response_texts
 
 
 @dataclass
@@ -44,8 +47,21 @@ class Rollout:
     def lengths(self) -> Tensor:
         return self.mask.sum(-1)
 
-    def __getitem__(self, rows: list[int]) -> "Rollout":
-        return Rollout(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+    @property
+    def prompt_lengths(self) -> Tensor:
+        return self.attention_mask[:, : -self.mask.shape[1]].sum(-1)
+
+    def cut(self, piece: Piece) -> "Rollout":
+        """The piece's rows, without the columns that are padding in all of them."""
+        width = self.mask.shape[1]
+
+        def cut(name: str) -> Tensor:
+            tensor: Tensor = getattr(self, name)
+            if name in ("input_ids", "attention_mask"):
+                return piece.of_text(tensor, width)
+            return piece.of_response(tensor) if tensor.shape == self.mask.shape else tensor[piece.rows]
+
+        return Rollout(**{f.name: cut(f.name) for f in fields(self)})
 
 
 @torch.no_grad()
@@ -55,12 +71,15 @@ def collect(
     rewards: Rewards,
     critic: ScalarModel | None,
     prompts: list[list[int]],
-    messages: Sequence[Messages],
+    asked: Sequence[Prompt],
     settings: PPOSettings,
     stop_token_ids: list[int],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Rollout:
-    """One response per prompt, with log-probabilities, values and scores. All models are in eval mode."""
+    """One response per prompt, with log-probabilities, values and scores. All models are in eval mode.
+
+    `asked` are the prompts as they were read, for the rewards.
+    """
     device, pad_token_id = policy.model.device, tokenizer.pad_token_id
     responses = sample(
         policy.model, prompts, settings.max_new_tokens, settings.temperature, stop_token_ids, pad_token_id
@@ -70,13 +89,15 @@ def collect(
     input_ids = torch.cat([prompt_ids, responses], dim=1)
     attention_mask = torch.cat([prompt_mask, mask], dim=1)
     ended = torch.isin(responses, torch.tensor(stop_token_ids, device=device)).any(-1)
-    parts = [
-        judge_part(policy, reference, critic, input_ids[rows], attention_mask[rows], mask[rows], settings)
-        for rows in _chunks(len(prompts), settings.microbatch_size)
-    ]
     texts = response_texts(tokenizer, responses, mask)
-    scores, parts_of_score = rewards(Episodes(input_ids, attention_mask, mask, ended, messages, texts))
-    logprobs, ref_logprobs, entropy, values = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    with placed(device, settings.offload, reference, rewards):
+        logprobs, ref_logprobs, entropy, values = torch.zeros(4, *mask.shape, device=device)
+        for piece in pieces([len(ids) for ids in prompts], mask.sum(-1).tolist(), settings.microbatch_size):
+            text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
+            judged = judge_part(policy, reference, critic, *text, piece.num_response, settings)
+            for whole, part in zip((logprobs, ref_logprobs, entropy, values), judged, strict=True):
+                whole[piece.rows, : piece.num_response] = part
+        scores, parts_of_score = rewards(Episodes(input_ids, attention_mask, mask, ended, asked, texts))
     return Rollout(
         input_ids, attention_mask, mask, logprobs, ref_logprobs, entropy, values, scores, parts_of_score, ended
     )  # fmt: skip
@@ -88,26 +109,30 @@ def judge_part(
     critic: ScalarModel | None,
     input_ids: Tensor,
     attention_mask: Tensor,
-    mask: Tensor,
+    num_response: int,
     settings: PPOSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logprobs, ref_logprobs, entropy, values) [B,R] of one microbatch."""
-    length = mask.shape[1]
-    logprobs, entropy = policy(input_ids, attention_mask, length, settings.temperature, with_entropy=True)
+    logprobs, entropy, values = policy(input_ids, attention_mask, num_response, settings.temperature, with_entropy=True)
     assert entropy is not None
-    ref_logprobs, _ = reference(input_ids, attention_mask, length, settings.temperature)
-    values = torch.zeros_like(logprobs)
+    ref_logprobs, _, _ = reference(input_ids, attention_mask, num_response, settings.temperature)
     if critic is not None:
-        values = response_values(critic, input_ids, attention_mask, length)
-    return logprobs, ref_logprobs, entropy, values
+        values = response_values(critic, input_ids, attention_mask, num_response)
+    return logprobs, ref_logprobs, entropy, torch.zeros_like(logprobs) if values is None else values
 
 
 def response_values(critic: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, num_response: int) -> Tensor:
-    """Values [B,R]: the one at t judges the state before response token t, hence the shift by one."""
-    return critic(input_ids, attention_mask)[:, -num_response - 1 : -1]
+    """Values [B,R]: the one at t judges the state before response token t, so that the last token's is not needed."""
+    return critic(input_ids[:, :-1], attention_mask[:, :-1])[:, -num_response:]
 
 
-def _chunks(num_rows: int, size: int | None) -> Iterator[slice]:
-    size = size or num_rows
-    for start in range(0, num_rows, size):
-        yield slice(start, start + size)
+@contextmanager
+def placed(device: torch.device, offload: bool, *models: torch.nn.Module) -> Iterator[None]:
+    """With `offload`, models that wait in the CPU's memory are on the device inside."""
+    if offload:
+        for model in models:
+            model.to(device)
+    yield
+    if offload:
+        for model in models:
+            model.to("cpu")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.stages.artifact import replace_text
-from rlhf.stages.models import PolicyModel, save_folder
+from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Answer, Evaluator, comparison, write_gallery
+from rlhf.stages.ppo.layout import keep_policy, put_in_place
 from rlhf.stages.runtime import Runtime
 
 QUALITY_DROP = 0.05  # of the judge's quality, below its best: more than the noise of an evaluation
@@ -44,7 +44,8 @@ class Selection:
         kept = json.loads((self.best / "answers.json").read_text(encoding="utf-8"))
         answers = [Answer(**answer) for answer in kept["answers"]]
         self.run.on_main(lambda: write_gallery(folder / "samples.jsonl", self.sft, answers))
-        self.run.on_main(lambda: shutil.copytree(self.best / "model", folder / "model", dirs_exist_ok=True))
+        settings, tokenizer = self.run.settings, self.tokenizer
+        self.run.on_main(lambda: put_in_place(self.best / "model", folder / "model", settings, tokenizer))
         metrics: dict[str, Any] = {**comparison(self.sft, answers), "best_step": kept["step"]}
         reason = over_optimised(self.run.state["evaluations"], self.run.settings.kl_budget)
         metrics["over_optimised"] = reason is not None
@@ -54,7 +55,7 @@ class Selection:
         return metrics
 
     def _keep(self, step: int, policy: PolicyModel, answers: list[Answer]) -> None:
-        save_folder(self.best / "model", policy.model, self.tokenizer)
+        keep_policy(self.best / "model", policy, self.run.settings, self.tokenizer)
         content = {"step": step, "answers": [asdict(answer) for answer in answers]}
         replace_text(self.best / "answers.json", json.dumps(content))
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.microbatches import Piece
 from rlhf.stages.ppo.objective import after_the_end, gae, overlong_penalty, token_rewards, whiten
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.runtime import Runtime
@@ -51,6 +52,10 @@ class Targets:
     returns: Tensor  # [B,R]
     value_mask: Tensor  # [B,R]
     """Where the critic learns: the response, and with `score_placement: after_eos` one slot more."""
+
+    def cut(self, piece: Piece) -> "Targets":
+        """The piece's rows, without the columns that are padding in all of them."""
+        return Targets(*(piece.of_response(x) for x in (self.advantages, self.returns, self.value_mask)))
 
 
 def targets(rollout: Rollout, scores: Tensor, kl_coef: float, settings: PPOSettings) -> Targets:

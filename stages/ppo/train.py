@@ -15,22 +15,14 @@ from rlhf.data.collate import batch_indices, blocks
 from rlhf.data.rows import read_text
 from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import read_settings
-from rlhf.stages.models import (
-    PolicyModel,
-    check_positions,
-    hand_over,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    save_folder,
-)
-from rlhf.stages.optimizers import set_learning_rate
+from rlhf.stages.models import check_positions, hand_over, load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Health
+from rlhf.stages.ppo.layout import described, keep_policy, load_roles, memory, prepare, put_in_place, save_critic
+from rlhf.stages.ppo.microbatches import pieces
 from rlhf.stages.ppo.objective import AdaptiveKL
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
-from rlhf.stages.ppo.rewards import load_rewards
 from rlhf.stages.ppo.rollout import Rollout, collect
 from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import shaped_scores, targets
@@ -49,23 +41,12 @@ def train(folder: str | Path) -> dict[str, Any]:
     prompts, eval_prompts = read_rows(run)
     encoded, prompts = encode_prompts(run, tokenizer, prompts)
     eval_encoded, eval_prompts = encode_prompts(run, tokenizer, eval_prompts)
-    policy, reference = (PolicyModel(load_policy(settings.model, tokenizer)) for _ in range(2))
-    rewards = load_rewards(settings, tokenizer, policy.model)
+    roles = load_roles(run, tokenizer)
+    rewards, reference = roles.rewards, roles.reference
     rewards.check_prompts([*prompts, *eval_prompts])
-    if (critic_start := rewards.critic_start) is None:
-        run.say("no reward model reads the policy's tokens: the critic starts as ppo.model with a new head")
-    critic = load_scalar(critic_start or settings.model, tokenizer, new_head=critic_start is None)
     longest = settings.max_prompt_length + settings.max_new_tokens
-    check_positions("ppo.max_prompt_length + ppo.max_new_tokens", longest, policy.model)
-    # Dropout would make the scored law differ from the sampled one: every model stays in eval mode throughout.
-    for model in (policy, reference, rewards, critic):
-        model.to(run.device).eval()
-    reference.requires_grad_(False)
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
-        for model, rate in ((policy, settings.learning_rate), (critic, settings.critic_learning_rate))
-    ]
-    policy, critic, *optimizers = run.accelerator.prepare(policy, critic, *optimizers)
+    check_positions("ppo.max_prompt_length + ppo.max_new_tokens", longest, roles.policy.model)
+    policy, critic, *optimizers = prepare(run, roles)
     per_prompt = settings.num_samples_per_prompt
     batch_size = settings.rollout_batch_size
     run.batch_size("rollout_batch_size / num_minibatches", batch_size // settings.num_minibatches, batch_size)
@@ -73,21 +54,22 @@ def train(folder: str | Path) -> dict[str, Any]:
     update = Updater(run, policy, critic, optimizers, ptx_blocks(run, tokenizer))
     evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded)
     run.say(f"{len(encoded)} prompts, {len(eval_encoded)} held out, {batch_size} episodes an iteration")
+    run.say(f"layout {settings.layout}; {described(memory(roles, settings, batch_size // run.num_processes))}")
     run.seed(per_process=True)
-    selection = Selection(run, tokenizer, sft=evaluator(reference))
+    selection = Selection(run, tokenizer, sft=evaluator(roles.policy))  # which has learned nothing yet
     health = Health(batch_size, settings.max_new_tokens, settings.critic_warmup_iterations)
     run.state["kl_coef"] = settings.kl_coef
     start = run.resume()
     health.load_state_dict(run.state.get("health", health.state_dict()))
     for iteration in range(start, settings.num_iterations):
         rate = schedule(iteration, settings)
-        set_learning_rate(optimizers[0], settings.learning_rate * rate)
-        set_learning_rate(optimizers[1], settings.critic_learning_rate * rate)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["peak"] * rate
         rows = batch_indices(len(encoded), batch_size // per_prompt, iteration, settings.seed)
         batch = run.shard([i for i in rows for _ in range(per_prompt)])
         with run.accelerator.autocast():
             rollout = collect(
-                run.unwrap(policy), reference, rewards, run.unwrap(critic), [encoded[i] for i in batch],
+                roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch],
                 [prompts[i] for i in batch], settings, stops, tokenizer,
             )  # fmt: skip
         if iteration == start:
@@ -112,7 +94,7 @@ def train(folder: str | Path) -> dict[str, Any]:
             run.say(f"iteration {done}: {finding.name}: {finding.message}")
         evaluate_now = done % settings.eval_every == 0 or done == settings.num_iterations
         if evaluate_now:
-            row |= selection.consider(done, run.unwrap(policy), evaluator)
+            row |= selection.consider(done, roles.policy, evaluator)
         run.count_tokens(int(rollout.mask.sum()))
         run.log(done, row, force=evaluate_now)
         if findings and settings.on_unhealthy == "stop":
@@ -120,11 +102,13 @@ def train(folder: str | Path) -> dict[str, Any]:
             raise RuntimeError(f"unhealthy at iteration {done}: {findings[0].name} (on_unhealthy: stop)")
         run.checkpoint(done)
     metrics = {**selection.finish(folder), "findings": health.active}
-    run.on_main(lambda: save_folder(folder / "critic", run.unwrap(critic), tokenizer))
+    run.on_main(lambda: save_critic(folder / "critic", roles, settings, tokenizer))
     if settings.ema_decay is not None:
-        update.ema.swap(run.unwrap(policy))
-        run.on_main(lambda: save_folder(folder / "ema", run.unwrap(policy).model, tokenizer))
-    return run.finish(metrics, hand_over(tokenizer, run.unwrap(policy).model))
+        update.ema.swap(roles.policy)
+        average = folder / "checkpoints" / "ema"
+        run.on_main(lambda: keep_policy(average, roles.policy, settings, tokenizer))
+        run.on_main(lambda: put_in_place(average, folder / "ema", settings, tokenizer))
+    return run.finish(metrics, hand_over(tokenizer, roles.policy.model))
 
 
 def schedule(iteration: int, settings: PPOSettings) -> float:
@@ -184,10 +168,10 @@ def self_check(run: Runtime[PPOSettings], policy: torch.nn.Module, rollout: Roll
     """Before the first update the ratio is 1, and at the very start the KL is 0; otherwise stop and say why."""
     settings = run.settings
     exact = run.accelerator.mixed_precision == "no"
-    part = rollout[list(range(min(len(rollout.mask), settings.microbatch_size or len(rollout.mask))))]
+    part = rollout.cut(pieces(rollout.prompt_lengths.tolist(), rollout.lengths.tolist(), settings.microbatch_size)[0])
     run.unwrap(policy).check_head(part.input_ids[:1], part.attention_mask[:1])
     with torch.no_grad():
-        logprobs, _ = policy(part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature)
+        logprobs, _, _ = policy(part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature)
     gap = torch.where(part.mask, logprobs - part.logprobs, 0.0).abs().max().item()
     if gap > (1e-5 if exact else 3e-2):
         raise RuntimeError(

@@ -1,5 +1,6 @@
 """The update phase: optimiser steps of policy and critic on one rollout."""
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from rlhf.data.collate import batch_indices
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.objective import kl_estimate, loss_denominator, policy_loss, value_loss
+from rlhf.stages.ppo.microbatches import pieces
+from rlhf.stages.ppo.objective import MAX_LOG_RATIO, kl_estimate, loss_denominator, policy_loss, value_loss
 from rlhf.stages.ppo.rollout import Rollout, response_values
 from rlhf.stages.ppo.shaping import Targets
 from rlhf.stages.runtime import Runtime
@@ -18,85 +20,104 @@ TARGET_KL_SLACK = 1.5  # as in OpenAI's Spinning Up
 
 
 class Updater:
-    """Policy, critic and their optimisers; call it once per rollout."""
+    """Policy, critic and their optimisers; call it once per rollout. Without a critic the policy reads the values."""
 
     def __init__(
         self,
         run: Runtime[PPOSettings],
         policy: torch.nn.Module,
-        critic: torch.nn.Module,
+        critic: torch.nn.Module | None,
         optimizers: list[torch.optim.Optimizer],
         ptx_blocks: Tensor | None,
     ) -> None:
-        self.run, self.policy, self.critic, self.optimizers = run, policy, critic, optimizers
+        self.run, self.policy, self.critic = run, policy, critic
+        self.learners = [("policy", policy, optimizers[0])]
+        if critic is not None:
+            self.learners.append(("critic", critic, optimizers[1]))
         self.ptx_blocks = ptx_blocks  # [N, T + 1] of raw text
         self.ema = MovingAverage(run.unwrap(policy), run.settings.ema_decay)
         if run.settings.ema_decay is not None:
             run.accelerator.register_for_checkpointing(self.ema)
 
     def __call__(self, rollout: Rollout, targets: Targets, iteration: int, kl_coef: float) -> dict[str, float]:
-        """num_epochs × num_minibatches optimiser steps; returns statistics averaged over those that were made."""
+        """num_epochs × num_minibatches optimiser steps; returns statistics over those that were made."""
         run, settings = self.run, self.run.settings
         size = len(rollout.mask) // settings.num_minibatches
         num_steps = settings.num_epochs * settings.num_minibatches
         policy_learns = iteration >= settings.critic_warmup_iterations
+        learners = [learner for learner in self.learners if learner[0] == "critic" or policy_learns]
+        lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
+        ratios = Ratios(run.device)
         for step in range(num_steps):
             minibatch = batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration)
             # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
             num_tokens = run.sum(rollout.mask[minibatch].sum())
             num_values = run.sum(targets.value_mask[minibatch].sum())
             moved = torch.zeros((), device=run.device)
-            for rows in run.microbatches(minibatch, self.policy, self.critic):
-                part = rollout[rows]
-                stats = self._critic_backward(part, targets.returns[rows], targets.value_mask[rows], num_values)
+            microbatches = pieces(*lengths, settings.microbatch_size, minibatch)
+            for piece in run.accumulate(microbatches, *(model for _, model, _ in learners)):
+                part, learned = rollout.cut(piece), targets.cut(piece)
+                stats: dict[str, Tensor] = {}
                 if policy_learns:
-                    stats |= self._policy_backward(part, targets.advantages[rows], num_tokens, size, kl_coef)
+                    stats |= self._policy_backward(part, learned, num_tokens, num_values, size, kl_coef, ratios)
                     moved += stats["approx_kl"]
+                if self.critic is not None:
+                    stats |= self._critic_backward(part, learned, num_values)
                 for name, value in stats.items():
                     sums[name] += value
             if policy_learns and self.ptx_blocks is not None:
                 sums["ptx_loss"] += self._ptx_backward(iteration * num_steps + step)
-            for model, optimizer, name in zip(
-                (self.policy, self.critic), self.optimizers, ("policy", "critic"), strict=True
-            ):
-                if model is self.critic or policy_learns:
-                    norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-                    sums[f"{name}_grad_norm"] += norm / run.num_processes  # equal on all processes
-                    optimizer.step()
-                    optimizer.zero_grad()
+            for name, model, optimizer in learners:
+                norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+                sums[f"{name}_grad_norm"] += norm / run.num_processes  # equal on all processes
+                optimizer.step()
+                optimizer.zero_grad()
             if policy_learns:
                 self.ema.update(run.unwrap(self.policy))
             if settings.target_kl and run.sum(moved).item() > TARGET_KL_SLACK * settings.target_kl:
                 break
         names = sorted(sums)
         totals = run.sum(torch.stack([sums[name] for name in names])) / (step + 1)
-        found = dict(zip(names, totals.tolist(), strict=True))
-        return found | {"num_updates": step + 1}
+        found = dict(zip(names, totals.tolist(), strict=True)) | {"num_updates": step + 1}
+        return found | ratios.stats(run, step + 1) if policy_learns else found
 
-    def _critic_backward(self, part: Rollout, returns: Tensor, mask: Tensor, num_values: Tensor) -> dict[str, Tensor]:
-        settings = self.run.settings
+    def _critic_backward(self, part: Rollout, learned: Targets, num_values: Tensor) -> dict[str, Tensor]:
+        assert self.critic is not None
         values = response_values(self.critic, part.input_ids, part.attention_mask, part.mask.shape[1])
-        clip = float("inf") if settings.value_clip_range is None else settings.value_clip_range
-        loss, stats = value_loss(values, part.values, returns, mask, clip, num_values)
+        loss, stats = self._value_loss(values, part, learned, num_values)
         self._backward(loss)
         return stats
 
+    def _value_loss(
+        self, values: Tensor, part: Rollout, learned: Targets, num_values: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        clip = self.run.settings.value_clip_range or float("inf")
+        return value_loss(values, part.values, learned.returns, learned.value_mask, clip, num_values)
+
     def _policy_backward(
-        self, part: Rollout, advantages: Tensor, num_tokens: Tensor, num_rows: int, kl_coef: float
+        self,
+        part: Rollout,
+        learned: Targets,
+        num_tokens: Tensor,
+        num_values: Tensor,
+        num_rows: int,
+        kl_coef: float,
+        ratios: "Ratios",
     ) -> dict[str, Tensor]:
         settings = self.run.settings
         bonus = settings.entropy_coef > 0
-        logprobs, entropy = self.policy(
+        logprobs, entropy, values = self.policy(
             part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature, with_entropy=bonus
         )
         denominator = loss_denominator(
             part.mask, settings.aggregation, num_tokens, num_rows * self.run.num_processes, settings.max_new_tokens
         )
         loss, stats = policy_loss(
-            logprobs, part.logprobs, advantages, part.mask, settings.clip_range, settings.dual_clip,
+            logprobs, part.logprobs, learned.advantages, part.mask, settings.clip_range, settings.dual_clip,
             num_tokens, denominator,
         )  # fmt: skip
+        ratios.add(logprobs.detach() - part.logprobs, part.mask, num_tokens)
 
         def spread(values: Tensor) -> Tensor:
             return (torch.where(part.mask, values, 0.0) / denominator).sum()
@@ -109,6 +130,9 @@ class Updater:
             loss, stats["kl_loss"] = loss + kl_coef * kl_loss, kl_loss.detach()
         if bonus:
             loss = loss - settings.entropy_coef * spread(entropy)
+        if values is not None:
+            of_values, more = self._value_loss(values, part, learned, num_values)
+            loss, stats = loss + settings.value_coef * of_values, stats | more
         self._backward(loss)
         return stats
 
@@ -120,14 +144,38 @@ class Updater:
         blocks = self.ptx_blocks[run.shard(rows)].to(run.device)
         length, total = blocks.shape[1] - 1, torch.zeros((), device=run.device)
         for piece in blocks.split(settings.microbatch_size or len(blocks)):
-            logprobs, _ = self.policy(piece, torch.ones_like(piece, dtype=torch.bool), length, 1.0)
+            logprobs, _, values = self.policy(piece, torch.ones_like(piece, dtype=torch.bool), length, 1.0)
             loss = -logprobs.sum() / (settings.ptx_batch_size * length)
+            if values is not None:
+                loss = loss + 0.0 * values.sum()  # DDP waits for a gradient of every weight
             self._backward(settings.ptx_coef * loss)
             total += loss.detach()
         return total
 
     def _backward(self, loss: Tensor) -> None:
         self.run.accelerator.backward(loss * self.run.num_processes)  # DDP averages gradients over processes
+
+
+class Ratios:
+    """How far the probability ratios of an update phase lie apart: minimum, maximum and variance over its tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(2, device=device)  # of the log-ratios' exponentials and of their squares
+        self.highest = torch.full((2,), -torch.inf, device=device)  # of −log-ratio and of log-ratio
+
+    def add(self, log_ratio: Tensor, mask: Tensor, num_tokens: Tensor) -> None:
+        """Log-ratios [B,R] of a microbatch; `num_tokens` are those of the whole optimiser step."""
+        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = torch.where(mask, log_ratio.exp(), 0.0)
+        self.sums += torch.stack([ratio.sum(), ratio.square().sum()]) / num_tokens
+        found = [torch.where(mask, x, -torch.inf).amax() for x in (-log_ratio, log_ratio)]
+        self.highest = torch.maximum(self.highest, torch.stack(found))
+
+    def stats(self, run: Runtime[PPOSettings], num_steps: int) -> dict[str, float]:
+        """Over `num_steps` optimiser steps and all processes."""
+        mean, square = (run.sum(self.sums) / num_steps).tolist()
+        down, up = run.max(self.highest).tolist()
+        return {"ratio_min": math.exp(-down), "ratio_max": math.exp(up), "ratio_var": max(square - mean**2, 0.0)}
 
 
 class MovingAverage:

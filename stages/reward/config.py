@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import StageSettings
+from rlhf.stages.settings import LoraSettings, StageSettings
 
 
 class RewardSettings(StageSettings):
@@ -55,6 +55,9 @@ class RewardSettings(StageSettings):
     """AdamW's weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm to clip at."""
+    lora: LoraSettings | None = None
+    """Train low-rank adapters and the head instead of all weights; model/ has them merged, and model/adapter/ as they
+    are, for ppo's `layout: adapters`."""
     eval_every: int = Field(100, ge=1)
     """Steps between two held-out accuracies."""
 

@@ -4,6 +4,7 @@ Run by hand: `accelerate launch -m rlhf.stages.reward FOLDER`, where FOLDER hold
 """
 
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from rlhf.data.collate import batch_indices, pad_right
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Ranking, prompt_key, read_rankings
 from rlhf.data.tokens import Encoded, encode_example
-from rlhf.stages.artifact import read_settings
+from rlhf.stages import adapters
+from rlhf.stages.artifact import model_digest, read_settings
 from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, save_folder
 from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate
 from rlhf.stages.reward.answers import judged, with_sampled_answers
@@ -54,6 +56,9 @@ def train(folder: str | Path) -> dict[str, Any]:
     model = load_scalar(settings.model, tokenizer, new_head=True)
     check_positions("reward.max_length", settings.max_length, model.classifier)
     model.pooling = settings.pooling
+    if settings.lora:
+        adapters.add_lora(model.classifier, settings.lora)
+        adapters.checkpoint_trained_only(run.accelerator)
     optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
@@ -75,7 +80,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         run.checkpoint(done)
     scorer = run.unwrap(model)
     scorer.mean, scorer.std = score_moments(run, scorer, data, pad)
-    run.on_main(lambda: save_folder(folder / "model", scorer, tokenizer))
+    run.on_main(lambda: save(folder, scorer, settings, tokenizer))
     metrics = {
         "accuracy": accuracy(run, scorer, eval_data, pad),
         "longer_wins_accuracy": longer_wins_accuracy(eval_data),
@@ -85,6 +90,22 @@ def train(folder: str | Path) -> dict[str, Any]:
         "score_std": scorer.std,
     }
     return run.finish(metrics, hand_over(tokenizer, scorer.classifier))
+
+
+def save(folder: Path, scorer: ScalarModel, settings: RewardSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the reward model; adapters are merged, and lie beside with the digest of the model they belong to."""
+    if settings.lora is None:
+        save_folder(folder / "model", scorer, tokenizer)
+        return
+    assert settings.model is not None
+    adapter = folder / "checkpoints" / "adapter"
+    adapters.save_scalar(adapter, scorer, model_digest(settings.model, "reward.model"))
+    whole = load_scalar(settings.model, tokenizer, new_head=True)
+    whole.pooling, whole.mean, whole.std = scorer.pooling, scorer.mean, scorer.std
+    whole.classifier = adapters.merged(whole.classifier, adapter)
+    whole.classifier.score.load_state_dict(scorer.classifier.score.state_dict())
+    save_folder(folder / "model", whole, tokenizer)
+    shutil.copytree(adapter, folder / "model" / "adapter")
 
 
 def optimise(

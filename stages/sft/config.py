@@ -8,20 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import Settings, StageSettings, nearest
-
-
-class LoraSettings(Settings):
-    """Low-rank adapters (PEFT). The saved model has them merged, so that every later stage can load it."""
-
-    r: int = Field(16, ge=1)
-    """Rank of the update."""
-    alpha: int = Field(32, ge=1)
-    """Scale of the update: alpha / r."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input."""
-    target_modules: list[str] | str = "all-linear"
-    """Names of the layers to adapt."""
+from rlhf.stages.settings import LoraSettings, StageSettings, nearest
 
 
 class SFTSettings(StageSettings):
@@ -50,7 +37,7 @@ class SFTSettings(StageSettings):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm to clip at."""
     lora: LoraSettings | None = None
-    """Train low-rank adapters instead of all weights."""
+    """Train low-rank adapters instead of all weights; the saved model has them merged, so that every stage loads it."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further fields of trl.SFTConfig, passed on as they are."""
 
@@ -61,7 +48,7 @@ class SFTSettings(StageSettings):
         ours = {
             "output_dir", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size",
             "gradient_accumulation_steps", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm",
-            "max_length", "seed", "bf16", "fp16", "use_cpu", "logging_steps", "save_steps",
+            "max_length", "seed", "bf16", "fp16", "use_cpu", "logging_steps", "save_steps", "report_to",
         }  # fmt: skip
         for name in args:
             if name in ours:

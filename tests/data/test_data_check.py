@@ -1,6 +1,7 @@
 """The JSON of `rlhf data check`."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def test_prompts_are_counted_once_each(write: Any) -> None:
     assert (found["rows"], found["kept"], found["prompts"], found["duplicates"]) == (3, 2, 2, 1)
     assert found["dropped"] == {"duplicate prompt": {"count": 1, "rows": [2]}}
     assert found["warnings"] == []
+
+
+def test_prompts_may_stand_beside_what_json_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": "a", "since": date(2024, 5, 1)}, {"prompt": "b", "since": None}]
+    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source: enumerate(rows, 1))
+    found = check(Source(path="made:rows"), "prompts")
+    assert (found["prompts"], found["duplicates"]) == (2, 0)
 
 
 def test_texts_have_no_prompts(write: Any) -> None:

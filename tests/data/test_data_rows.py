@@ -9,6 +9,7 @@ import pytest
 from rlhf.data.errors import DataError
 from rlhf.data.rows import (
     Demonstration,
+    Prompt,
     Ranking,
     load,
     prompt_key,
@@ -107,7 +108,8 @@ def test_a_transcript_is_split_at_its_last_answer_and_loses_no_character(write: 
     before = "\n\nHuman: Name a bird.\n\nAssistant: Robin.\n\nHuman: Another?\n\nAssistant:"
     loaded = read_rankings(write({"chosen": before + " Wren.", "rejected": before + " No.\n"}))
     assert loaded.rows == [Ranking([user(before)], [" Wren.", " No.\n"], [1.0, 2.0])]
-    assert read_prompts(write({"chosen": before + " Wren.", "rejected": before + " No."})).rows == [[user(before)]]
+    [prompt] = read_prompts(write({"chosen": before + " Wren.", "rejected": before + " No."})).rows
+    assert prompt.messages == [user(before)]
 
 
 def test_text_pairs_without_a_prompt_are_told_the_cure(write: Any) -> None:
@@ -193,9 +195,22 @@ def test_prompts_come_from_any_kind_of_row_once_each(write: Any) -> None:
             {"prompt": "six", "messages": [user("seven"), assistant("x")]},
         )
     )
-    assert [prompt_text(prompt) for prompt in loaded.rows] == ["one", "two", "three", "four", "five", "six", "seven"]
+    texts = [prompt_text(prompt.messages) for prompt in loaded.rows]
+    assert texts == ["one", "two", "three", "four", "five", "six", "seven"]
     assert counts(loaded.report) == {"duplicate prompt": (1, [3])}
     assert loaded.report.warnings == ["rows of 4 shapes in one source: prompt; messages; chosen, rejected; text"]
+
+
+def test_a_prompt_keeps_the_row_that_it_was_read_from(write: Any) -> None:
+    source = mapped(write({"question": "2 + 2?", "answer": "4", "tests": [1, 2]}), prompt="question")
+    row = {"question": "2 + 2?", "answer": "4", "tests": [1, 2], "prompt": "2 + 2?"}  # under our names too
+    assert read_prompts(source).rows == [Prompt([user("2 + 2?")], row)]
+    assert read_prompts(write("Hi")).rows == [Prompt([user("Hi")], {"prompt": "Hi"})]
+
+
+def test_of_rows_with_one_prompt_the_first_is_kept(write: Any) -> None:
+    [prompt] = read_prompts(write({"prompt": "Q", "answer": "1"}, {"prompt": " Q", "answer": "2"})).rows
+    assert prompt.row["answer"] == "1"
 
 
 def test_text_comes_from_a_column_or_is_the_row_itself(write: Any) -> None:

@@ -50,7 +50,7 @@ def test_a03_a_prompt_longer_than_the_limit_leaves_the_whole_answer_to_learn(tok
 def test_a04_labels_are_exactly_the_answer_and_the_prompt_is_that_of_ppo(tokenizer: Any) -> None:
     source = case("A04_trailing_space.jsonl")
     rows = read_demonstrations(source).rows
-    asked = dict.fromkeys(prompt_text(prompt).strip() for prompt in read_prompts(source).rows)
+    asked = dict.fromkeys(prompt_text(prompt.messages).strip() for prompt in read_prompts(source).rows)
     assert list(asked) == ["Question: 2+2\nAnswer:", "Name a colour"]  # the space alone makes no other prompt
     for row, response in zip(rows, ["4", " 4", "\n blue"], strict=True):
         example = encode_example(tokenizer, row.prompt, row.response, 1000)

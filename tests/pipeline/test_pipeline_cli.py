@@ -79,12 +79,23 @@ def test_one_stage_alone_takes_its_input_from_the_run_folder_or_the_recipe(
     assert "no section 'ppo'" in err
 
 
+def test_status_marks_an_over_optimised_run(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 0
+    summary = json.loads(Path("run/summary.json").read_text())
+    summary["stages"]["ppo"]["metrics"] |= {"over_optimised": True, "findings": ["kl_blow_up"]}
+    Path("run/summary.json").write_text(json.dumps(summary))
+    out = rlhf("status", "run")[1]
+    assert [line.split("  ")[0] for line in out.splitlines() if "done, over-optimised" in line] == ["ppo"]
+    assert json.loads(rlhf("status", "run", "--json")[1])["stages"]["ppo"]["status"] == "done"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("run", "nowhere"), "nowhere: no such recipe"),
         (("run", "recipe.yaml", "ppo.kl_coeff=1"), "ppo: no setting 'kl_coeff'; did you mean 'kl_coef'?"),
         (("run", "recipe.yaml", "ppo.kl_coef=much"), "ppo.kl_coef: input should be a valid number"),
+        (("run", "recipe.yaml", "sft.report_to=wandbb"), "sft.report_to: no tracker 'wandbb'; did you mean 'wandb'?"),
         (("run", "recipe.yaml", "--from", "rewrad"), "did you mean 'reward'?"),
         (("run", "recipe.yaml", "text.jsonl"), "'text.jsonl': not an override"),
         (("run", "recipe.yaml", "sft.data=gone.jsonl"), "gone.jsonl"),

@@ -83,6 +83,41 @@ def test_a_stage_that_made_it_worse_is_said_to_be_worse(tmp_path: Path) -> None:
     assert "1.05 → 1.17 against the base model ✗ worse" in words(page(run_dir))
 
 
+REASON = "from iteration 60 to 100 the score rose from 2.10 to 3.40 while the true quality fell from 0.83 to 0.61"
+
+
+def make_ppo(folder: Path, **metrics: Any) -> Path:
+    """A run of ppo alone whose final metrics hold these too."""
+    run_dir = make_run(folder, ["ppo"])
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    summary["stages"]["ppo"]["metrics"] |= metrics
+    (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return run_dir
+
+
+def test_an_over_optimised_run_is_marked_at_the_top_and_at_its_stage(tmp_path: Path) -> None:
+    run_dir = make_ppo(tmp_path / "run", over_optimised=True, over_optimised_because=REASON, best_step=60)
+    shown = words(page(run_dir))
+    sentence = f"Over-optimised: {REASON}. The policy of iteration 60 was kept."
+    top, stages = shown.split(" Stages Stage Status ")
+    assert f"⚠ PPO: {sentence} PPO ✓ better 0.386 → 0.830" in top
+    assert f"PPO done, over-optimised 12.5 s ⚠ {sentence} true quality 0.386" in stages
+
+
+def test_findings_of_the_health_monitor_are_told_in_words(tmp_path: Path) -> None:
+    run_dir = make_ppo(tmp_path / "run", over_optimised=False, findings=["entropy_collapse", "kl_blow_up"])
+    shown = words(page(run_dir))
+    assert "⚠ PPO: Not healthy at the end: entropy collapse, kl blow up. PPO ✓ better" in shown
+    assert "PPO done 12.5 s ⚠ Not healthy at the end: entropy collapse, kl blow up. true quality" in shown
+    assert "over_optimised no findings entropy_collapse, kl_blow_up" in shown  # the table of all results
+
+
+def test_a_healthy_run_shows_no_warning(tmp_path: Path) -> None:
+    html = page(make_ppo(tmp_path / "run", over_optimised=False, findings=[]))
+    assert "⚠" not in html
+    assert "over_optimised no findings none" in words(html)
+
+
 def test_true_quality_is_drawn_from_where_sft_stood(tmp_path: Path) -> None:
     """With the names that the ppo stage writes, finished or not."""
     evaluations = [

@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification
 
 from rlhf.data.collate import pad_left
+from rlhf.data.rows import Prompt
 from rlhf.stages.artifact import write_settings
 from rlhf.stages.models import PolicyModel, ScalarModel, save_folder
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.rewards import ModelReward, Rewards
+from rlhf.stages.ppo.reward_models import ModelReward
+from rlhf.stages.ppo.rewards import Rewards
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
 from rlhf.stages.ppo.shaping import Targets
 from rlhf.stages.ppo.train import train
@@ -72,8 +74,8 @@ def roll(policy: Any, reference: Any, critic: ScalarModel, chosen: PPOSettings, 
     rewards = Rewards([ModelReward("reward_model", copy.deepcopy(critic))])  # it freezes its models
     prompts = prompts or PROMPTS
     stops = [EOS] if stops is None else stops
-    messages = [[{"role": "user", "content": "unread"}]] * len(prompts)  # its model reads ids
-    return collect(reader, ref, rewards, critic, prompts, messages, chosen, stops, byte_tokenizer())
+    asked = [Prompt([{"role": "user", "content": "unread"}], {})] * len(prompts)  # its model reads ids
+    return collect(reader, ref, rewards, critic, prompts, asked, chosen, stops, byte_tokenizer())
 
 
 @torch.no_grad()
@@ -88,9 +90,9 @@ def make_rollout(policy: Any, reference: Any, critic: ScalarModel, temperature: 
     responses = torch.where(mask, responses, EOS)
     prompt_ids, prompt_mask = pad_left(PROMPTS, EOS)
     ids, attention = torch.cat([prompt_ids, responses], 1), torch.cat([prompt_mask, mask], 1)
-    logprobs, entropy = PolicyModel(policy)(ids, attention, length, temperature, with_entropy=True)
+    logprobs, entropy, _ = PolicyModel(policy)(ids, attention, length, temperature, with_entropy=True)
     assert entropy is not None
-    ref_logprobs, _ = PolicyModel(reference)(ids, attention, length, temperature)
+    ref_logprobs, _, _ = PolicyModel(reference)(ids, attention, length, temperature)
     values = response_values(critic, ids, attention, length)
     return Rollout(
         input_ids=ids, attention_mask=attention, mask=mask, logprobs=logprobs, ref_logprobs=ref_logprobs,

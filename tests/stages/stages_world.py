@@ -78,7 +78,7 @@ def run_stage(stage: str, folder: Path, **fields: Any) -> dict[str, Any]:
     """Write the stage's settings into its folder and train."""
     config = importlib.import_module(f"rlhf.stages.{stage}.config")
     cls = next(c for c in vars(config).values() if getattr(c, "stage", None) == stage)
-    write_settings(folder, cls.load({**TINY[stage], **fields}, stage))
+    write_settings(folder, cls.load({"report_to": [], **TINY[stage], **fields}, stage))
     metrics: dict[str, Any] = importlib.import_module(f"rlhf.stages.{stage}.train").train(folder)
     return metrics
 

@@ -78,7 +78,7 @@ def test_settings_come_back_as_they_were_written(settings: SFTSettings, tmp_path
 
 def test_the_manifest_names_every_file_with_its_hash_but_no_checkpoint(settings: SFTSettings, tmp_path: Path) -> None:
     folder = tmp_path / "stage"
-    for name in ("model/config.json", "checkpoints/step-1/state.json", "metrics.jsonl", "status.json"):
+    for name in ("model/config.json", "checkpoints/step-1/state.json", "logs/x", "metrics.jsonl", "status.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text('{"step": 1}\n')
     identity = identify(settings)

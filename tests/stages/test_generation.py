@@ -77,5 +77,5 @@ def test_logprobs_of_what_was_sampled_match_the_sampling_law() -> None:
     tokens = sample(policy, prompts, 1, 0.7, [], 0)
     ids, mask = pad_left([p + t for p, t in zip(prompts, tokens.tolist(), strict=True)], 0)
     with torch.no_grad():
-        logprobs, _ = PolicyModel(policy)(ids, mask, 1, temperature=0.7)
+        logprobs, _, _ = PolicyModel(policy)(ids, mask, 1, temperature=0.7)
     assert (-logprobs).exp().mean().item() == pytest.approx(260, rel=0.1)

@@ -28,14 +28,14 @@ def test_logprobs_do_not_depend_on_left_padding_or_batch_mates(policy: Any) -> N
     row, other = [7, 8, 9, 10, 11], [5] * 30
     alone, mask = pad_left([row], 0)
     together, together_mask = pad_left([row, other], 0)
-    one, _ = PolicyModel(policy)(alone, mask, 3, temperature=0.7)
-    two, _ = PolicyModel(policy)(together, together_mask, 3, temperature=0.7)
+    one, _, _ = PolicyModel(policy)(alone, mask, 3, temperature=0.7)
+    two, _, _ = PolicyModel(policy)(together, together_mask, 3, temperature=0.7)
     assert torch.allclose(one[0], two[0], atol=1e-5)
 
 
 def test_logprobs_are_those_of_the_tokens_at_the_sampling_temperature(policy: Any) -> None:
     ids = torch.tensor([[7, 8, 9, 10]])
-    got, entropy = PolicyModel(policy)(ids, torch.ones_like(ids).bool(), 2, temperature=0.5, with_entropy=True)
+    got, entropy, _ = PolicyModel(policy)(ids, torch.ones_like(ids).bool(), 2, temperature=0.5, with_entropy=True)
     logits = policy(ids).logits[0, 1:3] / 0.5  # positions 1 and 2 judge tokens 2 and 3
     expected = logits.log_softmax(-1)
     assert torch.allclose(got[0], expected[[0, 1], [9, 10]], atol=1e-5)
@@ -137,6 +137,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, tokenizer: Any) -> 
         load_policy(str(tmp_path), tokenizer)
 
 
+def test_a_tokenizer_that_is_not_there_is_not_made_up(tmp_path: Path) -> None:
+    tiny_policy("gpt2").save_pretrained(tmp_path)  # transformers would give an empty one of this kind
+    with pytest.raises(RefusedError, match=r"no tokenizer in .*files are missing"):
+        load_tokenizer(str(tmp_path))
+
+
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_logprobs_in_chunks_have_the_same_values_and_gradients(
     monkeypatch: pytest.MonkeyPatch, cap: float | None
@@ -147,7 +153,7 @@ def test_logprobs_in_chunks_have_the_same_values_and_gradients(
         reader = PolicyModel(tiny_policy())
         reader.softcap = cap
         ids = torch.arange(7, 21).view(2, 7)
-        logprobs, _ = reader(ids, torch.ones_like(ids).bool(), 5, 0.7)
+        logprobs, _, _ = reader(ids, torch.ones_like(ids).bool(), 5, 0.7)
         logprobs.square().sum().backward()
         gradients.append([logprobs.detach(), *(p.grad for p in reader.parameters())])
     for one, other in zip(*gradients, strict=True):

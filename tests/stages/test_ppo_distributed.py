@@ -12,10 +12,12 @@ from ppo_world import World, make_targets, model_folders, run_ppo, settings
 from stages_world import tiny_policy
 from torch import Tensor
 
+from rlhf.data.rows import Prompt
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import PolicyModel, load_tokenizer
 from rlhf.stages.ppo import rollout as rollout_module
 from rlhf.stages.ppo.evaluate import Evaluator
+from rlhf.stages.ppo.microbatches import Piece
 from rlhf.stages.ppo.rewards import load_rewards
 from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets
 from rlhf.stages.ppo.train import rollout_stats
@@ -64,7 +66,7 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
         run = Runtime(settings(**chosen), root / f"update-{of}-{number}")
         world = World(run, sgd=sgd, ptx=ptx)
         whole = world.rollout()
-        part = whole[mine]
+        part = whole.cut(Piece(mine, whole.input_ids.shape[1] - 6, 6))
         learned = targets(part, shaped_scores(run, part), 0.05, run.settings)
         if number == 0:  # targets that do not depend on whitening
             given_targets = make_targets(whole)
@@ -80,7 +82,7 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             tokenizer = load_tokenizer(given["model"])
             reader = PolicyModel(tiny_policy())
             rewards = load_rewards(settings(**given), tokenizer, reader.model)
-            prompts = [[{"role": "user", "content": f"p{i}"}] for i in range(7)]
+            prompts = [Prompt([{"role": "user", "content": f"p{i}"}], {}) for i in range(7)]
             evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, [[30 + i] * (1 + i % 3) for i in range(7)])
             found.answers = [(answer.prompt, answer.response) for answer in evaluator(reader)]
         run.close()

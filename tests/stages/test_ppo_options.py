@@ -94,7 +94,7 @@ def test_kl_in_the_loss_adds_kl_coef_times_the_estimators_gradient(new_world: Ne
     rollout = world.rollout()
     generator = torch.Generator().manual_seed(0)
     rollout.ref_logprobs = rollout.ref_logprobs + torch.randn(rollout.mask.shape, generator=generator)
-    logprobs, _ = PolicyModel(world.policy)(rollout.input_ids, rollout.attention_mask, 6, 0.7)
+    logprobs, _, _ = PolicyModel(world.policy)(rollout.input_ids, rollout.attention_mask, 6, 0.7)
     d = (logprobs - rollout.ref_logprobs)[rollout.mask]
     kl = (torch.exp(-d) - 1 + d if kind == "k3" else d.square() / 2).mean()  # k2 by default
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(kl, list(world.policy.parameters()))])

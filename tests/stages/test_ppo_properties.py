@@ -131,7 +131,7 @@ class Counts(nn.Module):
 def test_a_token_is_judged_by_the_state_before_it() -> None:
     reader = PolicyModel(Counts(10))  # type: ignore[arg-type]
     ids = torch.tensor([[2, 3, 4, 5, 6], [8, 9, 0, 1, 2]])
-    logprobs, _ = reader(ids, torch.ones_like(ids).bool(), 3, 1.0)
+    logprobs, _, _ = reader(ids, torch.ones_like(ids).bool(), 3, 1.0)
     assert logprobs.abs().max().item() < 1e-6
     off_by_one = torch.tensor([[3, 4, 4, 5, 6]])
     assert reader(off_by_one, torch.ones_like(off_by_one).bool(), 3, 1.0)[0].tolist() == [[-100, 0, 0]]
@@ -142,7 +142,7 @@ def test_the_entropy_of_a_uniform_model_is_log_v(policy: Any) -> None:
         for parameter in policy.parameters():
             parameter.zero_()
     ids = torch.tensor([[7, 8, 9, 10]])
-    logprobs, entropy = PolicyModel(policy)(ids, torch.ones_like(ids).bool(), 2, 0.7, with_entropy=True)
+    logprobs, entropy, _ = PolicyModel(policy)(ids, torch.ones_like(ids).bool(), 2, 0.7, with_entropy=True)
     assert entropy is not None
     assert entropy.tolist() == [pytest.approx([math.log(260)] * 2)]
     assert logprobs.tolist() == [pytest.approx([-math.log(260)] * 2)]
@@ -153,7 +153,7 @@ def test_large_logits_stay_finite(policy: Any, scale: float) -> None:
     reader = PolicyModel(policy)
     reader.scale = scale
     ids = torch.tensor([[7, 8, 9, 10]])
-    logprobs, entropy = reader(ids, torch.ones_like(ids).bool(), 2, 0.7, with_entropy=True)
+    logprobs, entropy, _ = reader(ids, torch.ones_like(ids).bool(), 2, 0.7, with_entropy=True)
     assert entropy is not None
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.isfinite().all()

@@ -1,5 +1,6 @@
 """Scores come from reward models by ids or by text, from functions, and from mixes; what fails names reward and row."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,20 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf.data.collate import pad_left, pad_right
 from rlhf.data.errors import DataError, SettingsError
-from rlhf.data.rows import Messages
+from rlhf.data.rows import Prompt
 from rlhf.data.tokens import encode_prompt, encode_response, ensure_chat_template, ensure_pad
 from rlhf.stages.artifact import Identity, identify
 from rlhf.stages.models import load_scalar, save_folder
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.rewards import Episodes, FunctionReward, ModelReward, Rewards, load_rewards, response_texts
+from rlhf.stages.ppo.reward_models import Episodes, ModelReward
+from rlhf.stages.ppo.rewards import FunctionReward, Rewards, load_rewards, response_texts
 
-PROMPTS: list[Messages] = [[{"role": "user", "content": text}] for text in ("Sum 2 + 3", "Hi", "Why?")]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "Sum 2 + 3", "answer": "5", "tests": ["5"]},
+    {"prompt": "Hi", "answer": "Hello!", "tests": []},
+    {"prompt": "Why?", "answer": "Because", "tests": []},
+]
+PROMPTS = [Prompt([{"role": "user", "content": row["prompt"]}], row) for row in ROWS]
 RESPONSES = ["It is 5.", "Hello!", "Because"]
 ENDED = [True, True, False]
 
@@ -56,15 +63,58 @@ def array(prompts: list[str], responses: list[str]) -> Any:
     return torch.arange(len(responses)).numpy()
 
 
+def right_answer(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
+    return [float(row["answer"] == response) for response, row in zip(responses, rows, strict=True)]
+
+
+def spoils_rows(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[int]:
+    found = [len(row["tests"]) + len(row) for row in rows]
+    for row in rows:
+        row["tests"].append("more")
+        row["more"] = row.pop("answer")
+        row["mine"] = True
+    return found
+
+
+def no_answer_for_hello(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
+    return [1 / (row["answer"] != "Hello!") for row in rows]
+
+
+def optional_rows(prompts: list[str], responses: list[str], rows: Any = None) -> list[float]:
+    return [float(rows is not None)] * len(responses)
+
+
+def other_option(prompts: list[str], responses: list[str], scale: float = 2.0) -> list[float]:
+    return [scale] * len(responses)
+
+
+def any_number(*columns: list[Any]) -> list[float]:
+    return [float(len(columns))] * len(columns[0])
+
+
+def one(prompts: list[str]) -> list[float]:
+    return [0.0] * len(prompts)
+
+
+def four(prompts: list[str], responses: list[str], rows: Any, more: Any) -> list[float]:
+    return [0.0] * len(prompts)
+
+
+def by_name(prompts: list[str], responses: list[str], *, rows: Any) -> list[float]:
+    return [0.0] * len(prompts)
+
+
 @pytest.fixture
 def episodes(tokenizer: Any) -> Episodes:
     """Three rows as a rollout holds them: prompts left-padded, responses right-padded, the last one cut off."""
     return as_episodes(tokenizer, PROMPTS, RESPONSES, ENDED)
 
 
-def as_episodes(tokenizer: Any, prompts: list[Messages], responses: list[str], ended: list[bool]) -> Episodes:
-    prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    response_ids = [encode_response(tokenizer, *pair) for pair in zip(prompts, responses, strict=True)]
+def as_episodes(tokenizer: Any, prompts: list[Prompt], responses: list[str], ended: list[bool]) -> Episodes:
+    prompt_ids = [encode_prompt(tokenizer, prompt.messages) for prompt in prompts]
+    response_ids = [
+        encode_response(tokenizer, prompt.messages, text) for prompt, text in zip(prompts, responses, strict=True)
+    ]
     cut = [ids if done else ids[:-1] for ids, done in zip(response_ids, ended, strict=True)]
     left, left_mask = pad_left(prompt_ids, tokenizer.pad_token_id)
     right, mask = pad_right(cut, tokenizer.pad_token_id)
@@ -170,6 +220,43 @@ def test_functions_alone_are_enough_and_leave_the_critic_without_a_start(episode
     assert rewards.critic_start is None
 
 
+def test_a_function_of_three_sees_its_own_row_beside_each_response(tokenizer: Any, episodes: Episodes) -> None:
+    rewards = Rewards([], [named(lengths), named(right_answer)])
+    assert rewards(episodes)[1].tolist() == [[8.0, 0.0], [6.0, 1.0], [7.0, 1.0]]
+    twice = as_episodes(tokenizer, [PROMPTS[0], PROMPTS[0], PROMPTS[1]], ["5", "6", "Hello!"], ENDED)
+    assert rewards(twice)[1][:, 1].tolist() == [1.0, 0.0, 1.0]  # two samples of one prompt
+
+
+def test_a_function_that_changes_rows_disturbs_neither_other_samples_nor_later_calls(
+    tokenizer: Any, episodes: Episodes
+) -> None:
+    before = copy.deepcopy(ROWS)
+    rewards = Rewards([], [named(spoils_rows), named(right_answer)])
+    twice = as_episodes(tokenizer, [PROMPTS[0], PROMPTS[0], PROMPTS[1]], ["5", "5", "no"], ENDED)
+    for _ in range(2):
+        assert rewards(twice)[1].tolist() == [[4.0, 1.0], [4.0, 1.0], [3.0, 0.0]]
+    assert before == ROWS
+
+
+@pytest.mark.parametrize(
+    ("function", "value"),
+    [(optional_rows, 1.0), (other_option, 2.0), (any_number, 2.0)],
+)
+def test_rows_go_to_a_third_parameter_that_is_required_or_called_rows(
+    episodes: Episodes, function: Callable[..., Any], value: float
+) -> None:
+    assert Rewards([], [named(function)])(episodes)[0].tolist() == [value] * 3
+
+
+@pytest.mark.parametrize("function", [one, four, by_name])
+def test_a_function_of_other_parameters_is_refused_before_training(
+    tokenizer: Any, function: Callable[..., Any]
+) -> None:
+    message = rf"{function.__name__}: takes \(prompts.* takes \(prompts, responses\) or \(prompts, responses, rows\)"
+    with pytest.raises(DataError, match=message):
+        load_rewards(settings(rewards=[{"function": f"{__name__}:{function.__name__}"}]), tokenizer, tiny_policy())
+
+
 def test_the_critic_starts_from_the_first_model_that_reads_the_policys_ids(scalar: Any, tokenizer: Any) -> None:
     text = ModelReward("text", scalar, tokenizer=tokenizer, reference="a")
     assert Rewards([text, ModelReward("ids", scalar, reference="b")]).critic_start == "b"
@@ -206,6 +293,7 @@ HELLO = r"row 2 of 3: prompt 'Hi', response 'Hello!'"
         (endless_for_hello, rf"gave 1e\+39, not a finite number \({HELLO}\)"),
         (texts, r"gave '1\.0', not a finite number \(row 1 of 3: prompt 'Sum 2 \+ 3', response 'It is 5\.'\)"),
         (forgets_hello, rf"forgets_hello: returned 2 for 3 responses \({HELLO}\)"),
+        (no_answer_for_hello, rf"no_answer_for_hello: raised ZeroDivisionError: .* \({HELLO}\)"),
         (one_too_many, r"returned 4 for 3 responses \(no single row fails alone; the first is row 1 of 3"),
     ],
 )
@@ -226,7 +314,7 @@ def test_a_model_whose_score_is_no_number_is_named_with_the_row(
 
 
 def test_long_texts_are_shortened_in_errors(tokenizer: Any) -> None:
-    long = as_episodes(tokenizer, [[{"role": "user", "content": "p" * 500}]], ["H" * 500], [True])
+    long = as_episodes(tokenizer, [Prompt([{"role": "user", "content": "p" * 500}], {})], ["H" * 500], [True])
     with pytest.raises(ValueError, match="no_h: raised") as caught:
         Rewards([], [named(no_h)])(long)
     assert len(str(caught.value)) < 400
@@ -244,7 +332,7 @@ def test_a_response_too_long_for_the_reward_model_is_named_and_a_long_prompt_is_
 
 
 def test_prompts_that_a_reward_models_template_refuses_are_found_before_training(scalar: Any, tokenizer: Any) -> None:
-    tool: Messages = [{"role": "tool", "content": "5"}]
+    tool = Prompt([{"role": "tool", "content": "5"}], {})
     Rewards([ModelReward("ids", scalar)]).check_prompts([tool])  # never writes text
     with pytest.raises(DataError, match=r"reward text \(folder\): the chat template refuses .*tool: 5"):
         Rewards([ModelReward("text", scalar, 1.0, tokenizer, "folder")]).check_prompts([*PROMPTS, tool])

@@ -31,7 +31,8 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Given:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in Artifact(folder).metrics]
+    measured = {"tokens_per_second", "peak_gib"}
+    return [{k: v for k, v in row.items() if k not in measured} for row in Artifact(folder).metrics]
 
 
 def weights(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from stages_world import byte_tokenizer, tiny_policy
 
+from rlhf.data.rows import Prompt
 from rlhf.stages.models import PolicyModel, load_scalar
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.rewards import ModelReward, Rewards
+from rlhf.stages.ppo.microbatches import Piece
+from rlhf.stages.ppo.reward_models import ModelReward
+from rlhf.stages.ppo.rewards import Rewards
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
 from rlhf.stages.ppo.shaping import shaped_scores
 
-MESSAGES = [[{"role": "user", "content": "unread"}]] * 3  # the reward model reads ids
+ASKED = [Prompt([{"role": "user", "content": "unread"}], {})] * 3  # the reward model reads ids
 PROMPTS = [[7, 8, 9, 10], [11], [12, 0, 13]]  # 0 is pad and eos, and stands inside a prompt
 
 
@@ -34,7 +37,7 @@ def roll(policy: Any, scorer: Any, reference: Any = None, **fields: Any) -> Roll
     torch.manual_seed(2)
     stops = [0, 17, 40, *range(100, 200)]  # many, so that some responses end early
     return collect(
-        policy, reference, rewards(scorer), scorer, PROMPTS, MESSAGES, settings(**fields), stops, byte_tokenizer()
+        policy, reference, rewards(scorer), scorer, PROMPTS, ASKED, settings(**fields), stops, byte_tokenizer()
     )
 
 
@@ -54,8 +57,8 @@ def test_policy_and_reference_with_equal_weights_have_no_kl(policy: Any, scorer:
 def test_the_ratio_is_one_before_the_first_update_whatever_the_microbatch(policy: Any, scorer: Any) -> None:
     rollout = roll(policy, scorer)
     for row in range(3):
-        part = rollout[[row]]
-        logprobs, _ = PolicyModel(policy)(part.input_ids, part.attention_mask, part.mask.shape[1], 0.7)
+        part = rollout.cut(Piece([row], rollout.input_ids.shape[1] - rollout.mask.shape[1], rollout.mask.shape[1]))
+        logprobs, _, _ = PolicyModel(policy)(part.input_ids, part.attention_mask, part.mask.shape[1], 0.7)
         assert torch.where(part.mask, logprobs - part.logprobs, 0.0).abs().max().item() < 1e-5
 
 
@@ -77,7 +80,7 @@ def test_junk_after_the_stop_token_reaches_no_logprob_value_or_score(policy: Any
     assert not rollout.mask.all(), "the test needs a response that ends early"
     junk = torch.where(rollout.attention_mask, rollout.input_ids, 99)
     with torch.no_grad():
-        logprobs, _ = PolicyModel(policy)(junk, rollout.attention_mask, length, 0.7)
+        logprobs, _, _ = PolicyModel(policy)(junk, rollout.attention_mask, length, 0.7)
         values = response_values(scorer, junk, rollout.attention_mask, length)
     assert torch.where(rollout.mask, logprobs - rollout.logprobs, 0.0).abs().max().item() < 1e-6
     assert torch.where(rollout.mask, values - rollout.values, 0.0).abs().max().item() < 1e-6
@@ -101,7 +104,8 @@ def test_the_score_is_that_of_prompt_and_response_alone(policy: Any, scorer: Any
 
 
 def test_an_answer_without_eos_pays_and_one_that_ends_in_the_last_slot_does_not(policy: Any, scorer: Any) -> None:
-    rollout = roll(policy, scorer)[[0, 1]]
+    rollout = roll(policy, scorer)
+    rollout = rollout.cut(Piece([0, 1], rollout.input_ids.shape[1] - rollout.mask.shape[1], rollout.mask.shape[1]))
     rollout.scores, rollout.ended = torch.tensor([0.7, 0.7]), torch.tensor([False, True])
     assert shape(rollout).tolist() == pytest.approx([0.7, 0.7])
     assert shape(rollout, missing_eos_penalty=1.0).tolist() == pytest.approx([-1.0, 0.7])
@@ -112,6 +116,6 @@ def test_a_response_that_ends_in_the_last_slot_has_ended(policy: Any, scorer: An
     torch.manual_seed(2)
     reader = PolicyModel(policy)
     chosen, every = settings(max_new_tokens=1), list(range(260))
-    rollout = collect(reader, reader, rewards(scorer), None, PROMPTS, MESSAGES, chosen, every, byte_tokenizer())
+    rollout = collect(reader, reader, rewards(scorer), None, PROMPTS, ASKED, chosen, every, byte_tokenizer())
     assert rollout.ended.all()
     assert rollout.mask.all()

@@ -23,7 +23,7 @@ Chain = dict[str, Path]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    timed = {"tokens_per_second"}
+    timed = {"tokens_per_second", "peak_gib"}
     return [{k: v for k, v in row.items() if k not in timed} for row in Artifact(folder).metrics]
 
 

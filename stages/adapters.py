@@ -1,0 +1,157 @@
+"""LoRA adapters (through PEFT), and models that share the weights of one base in memory.
+
+PEFT's own switch between the adapters of one model takes `requires_grad` from those that are off, so that a step of
+two of them trains nothing, silently. Here nothing is switched: each role has a tree of modules of its own, whose
+base weights are the same tensors in all trees, and whose adapter is its alone.
+"""
+
+import copy
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from rlhf.data.errors import RefusedError
+from rlhf.stages.models import SCORE_KEYS, ScalarModel, fresh_head
+from rlhf.stages.settings import LoraSettings
+
+_PREFIX = "base_model.model."  # of all names in PEFT's files
+_HEAD = "value_head.safetensors"
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A tree of modules of its own whose weights and buffers are the very tensors of `model`."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
+
+
+def classifier_on(base: PreTrainedModel) -> PreTrainedModel:
+    """A one-label sequence classifier on the weights of a causal language model, with a new head."""
+    config = copy.deepcopy(base.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):
+            classifier = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise RefusedError(f"{type(base).__name__} has no sequence classifier in transformers") from error
+    setattr(classifier, classifier.base_model_prefix, shared_copy(base).base_model)
+    classifier.score = fresh_head(config.get_text_config().hidden_size, bias=classifier.score.bias is not None)
+    return classifier
+
+
+def add_lora(model: PreTrainedModel, lora: LoraSettings) -> None:
+    """Give a model an adapter, after which only that and a classifier's head are trained."""
+    heads = ["score"] if isinstance(getattr(model, "score", None), nn.Linear) else None
+    config = LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
+        exclude_modules=heads,
+    )  # fmt: skip
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:  # it lists no layers; the names of those that there are help
+        names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise RefusedError(f"lora.target_modules: {lora.target_modules} names no layer; there are {names}") from error
+    if heads:
+        model.score.requires_grad_(True)
+
+
+def save_adapter(folder: Path, model: PreTrainedModel) -> None:
+    """Write a model's adapter as PEFT does: `PeftModel.from_pretrained(the model it was made on, folder)` loads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config["default"].save_pretrained(folder)
+    weights = get_peft_model_state_dict(model)
+    tensors = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model the adapter in `folder`, trainable. Raises RefusedError where the two do not belong together."""
+    inject_adapter_in_model(LoraConfig.from_pretrained(folder), model)
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in load_peft_weights(str(folder), "cpu").items()}
+    found = set_peft_model_state_dict(model, weights)
+    missing = [name for name in found.missing_keys if "lora_" in name]
+    if missing or found.unexpected_keys:
+        raise RefusedError(f"{folder}: its adapter does not fit; {(missing or found.unexpected_keys)[:3]} differ")
+    if isinstance(getattr(model, "score", None), nn.Linear):
+        model.score.requires_grad_(True)
+
+
+def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with the adapter in `folder` added to its weights; do it in float32."""
+    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+
+
+def save_scalar(folder: Path, scalar: ScalarModel, base: str) -> None:
+    """Write adapter, head and reading rule of a reward model or critic on the model whose digest is `base`."""
+    save_adapter(folder, scalar.classifier)
+    save_head(folder, scalar.classifier.score)
+    config = copy.deepcopy(scalar.classifier.config)
+    setattr(config, SCORE_KEYS, {**scalar.rule, "base": base})
+    config.save_pretrained(folder)
+
+
+def load_scalar_on(base: PreTrainedModel, folder: Path) -> ScalarModel:
+    """A reward model or critic on the weights of `base`, with adapter, head and rule as `save_scalar` wrote them."""
+    classifier = classifier_on(base)
+    load_adapter(classifier, folder)
+    classifier.score.load_state_dict(load_file(folder / _HEAD))
+    setattr(classifier.config, SCORE_KEYS, _rule(folder))
+    return ScalarModel(classifier)
+
+
+def adapter_of(reference: str, base: str) -> Path | None:
+    """The adapter from which a reward model was merged, if it lies in the model's folder and belongs to the model
+    whose digest is `base`."""
+    folder = Path(reference) / "adapter"
+    return folder if (folder / _HEAD).is_file() and _rule(folder).get("base") == base else None
+
+
+def save_head(folder: Path, head: nn.Linear) -> None:
+    """Write a head to one number to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / _HEAD)
+
+
+def checkpoint_trained_only(accelerator: Accelerator) -> None:
+    """Let checkpoints hold the weights that are trained, and not the frozen base time and again."""
+
+    def on_save(models: list[nn.Module], states: list[dict[str, Tensor]], _folder: str) -> None:
+        for number, model in enumerate(models[: len(states)]):
+            names = _trained(accelerator.unwrap_model(model))
+            states[number] = {name: tensor for name, tensor in states[number].items() if name in names}
+
+    def on_load(models: list[nn.Module], folder: str) -> None:
+        for number, model in enumerate(models):
+            trained = _trained(accelerator.unwrap_model(model))
+            state = load_file(Path(folder) / f"model{f'_{number}' if number else ''}.safetensors")
+            if set(state) != set(trained):
+                raise RuntimeError(f"{folder}: the checkpoint holds other weights than those that are trained now")
+            with torch.no_grad():
+                for name, tensor in state.items():
+                    trained[name].copy_(tensor)
+        models.clear()  # nothing is left for accelerate to load
+
+    accelerator.register_save_state_pre_hook(on_save)
+    accelerator.register_load_state_pre_hook(on_load)
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _rule(folder: Path) -> dict[str, Any]:
+    rule = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(SCORE_KEYS)
+    return rule if isinstance(rule, dict) else {}

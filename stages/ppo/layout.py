@@ -1,0 +1,220 @@
+"""The roles of PPO (policy, reference, critic, reward models) and what of them is in memory: the three layouts.
+
+separate       four models; the critic starts as the reward model
+shared_trunk   policy and critic are one model, with a value head in float32 on the policy's last hidden states
+adapters       one frozen base; policy and critic are LoRA adapters on it, the reference is the base itself, and a
+               reward model that was trained as an adapter of this base is one more
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf.stages import adapters
+from rlhf.stages.artifact import model_digest
+from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, load_policy, load_scalar, save_folder
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.reward_models import ModelReward
+from rlhf.stages.ppo.rewards import Rewards, load_rewards
+from rlhf.stages.runtime import Runtime
+
+GIB = 2**30
+
+
+@dataclass
+class Roles:
+    """Who is who, on the run's device and in eval mode: dropout would make the scored law differ from the sampled."""
+
+    policy: PolicyModel
+    reference: PolicyModel
+    critic: ScalarModel | None  # None where the policy reads the values
+    rewards: Rewards
+
+    def optimizers(self, settings: PPOSettings) -> list[torch.optim.Optimizer]:
+        """One for the policy, and one for the critic where there is one."""
+        learners = [[(self.policy.model, settings.learning_rate)]]
+        if self.policy.value_head is not None:
+            learners[0].append((self.policy.value_head, settings.critic_learning_rate))
+        if self.critic is not None:
+            learners.append([(self.critic, settings.critic_learning_rate)])
+        return [ppo_adamw(models) for models in learners]
+
+
+def ppo_adamw(models: list[tuple[nn.Module, float]]) -> torch.optim.AdamW:
+    """AdamW over the trained weights of `models`, each with its peak learning rate; eps as in Huang et al. 2024."""
+    groups: list[dict[str, Any]] = [{"params": _trained(model), "lr": rate, "peak": rate} for model, rate in models]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0, fused=True)
+
+
+def prepare(run: Runtime[PPOSettings], roles: Roles) -> tuple[Any, ...]:
+    """(policy, critic or None, optimisers) as accelerate wraps them for the run's processes."""
+    if run.settings.layout == "adapters":
+        adapters.checkpoint_trained_only(run.accelerator)
+    optimizers = roles.optimizers(run.settings)
+    if roles.critic is None:
+        policy, *optimizers = run.accelerator.prepare(roles.policy, *optimizers)
+        return policy, None, *optimizers
+    return tuple(run.accelerator.prepare(roles.policy, roles.critic, *optimizers))
+
+
+def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:
+    """The models that the settings name, in their layout. Raises RefusedError for what cannot be used."""
+    settings = run.settings
+    roles = _on_one_base(run, tokenizer) if settings.layout == "adapters" else _apart(run, tokenizer)
+    roles.reference.requires_grad_(False)
+    for model in (roles.policy, roles.critic):
+        if model is not None:
+            model.to(run.device).eval()
+            if settings.gradient_checkpointing:
+                recompute_layers(model)
+    for frozen in (roles.reference, roles.rewards):
+        frozen.to("cpu" if settings.offload else run.device).eval()
+    return roles
+
+
+def _apart(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:
+    """separate and shared_trunk."""
+    settings = run.settings
+    assert settings.model is not None
+    policy, reference = (PolicyModel(load_policy(settings.model, tokenizer)) for _ in range(2))
+    rewards = load_rewards(settings, tokenizer, policy.model)
+    if settings.layout == "shared_trunk":
+        policy.value_head = fresh_head(policy.model.config.get_text_config().hidden_size)
+        return Roles(policy, reference, None, rewards)
+    if (start := rewards.critic_start) is None:
+        run.say("no reward model reads the policy's tokens: the critic starts as ppo.model with a new head")
+    critic = load_scalar(start or settings.model, tokenizer, new_head=start is None)
+    return Roles(policy, reference, critic, rewards)
+
+
+def _on_one_base(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:
+    """adapters."""
+    settings = run.settings
+    assert settings.model is not None
+    dtype = torch.bfloat16 if run.accelerator.mixed_precision == "bf16" else torch.float32
+    base = load_policy(settings.model, tokenizer, dtype, **_quantized(settings, dtype, run.device))
+    base.requires_grad_(False).to(run.device)
+    policy = adapters.shared_copy(base)
+    adapters.add_lora(policy, settings.lora)
+    of_reward = on_base = None
+    if settings.reward_model is not None:
+        of_reward = adapters.adapter_of(settings.reward_model, model_digest(settings.model, "ppo.model"))
+    if of_reward is not None:
+        on_base = adapters.load_scalar_on(base, of_reward)
+        critic = adapters.load_scalar_on(base, of_reward)
+    else:
+        run.say(
+            "no reward model is an adapter of ppo.model (train one with reward.lora): reward models are loaded whole, "
+            "and the critic starts as ppo.model with a new head"
+        )
+        classifier = adapters.classifier_on(base)
+        adapters.add_lora(classifier, settings.lora)
+        critic = ScalarModel(classifier)
+    rewards = load_rewards(settings, tokenizer, base, on_base)
+    for model in rewards.models:
+        if isinstance(model, ModelReward) and model.scalar is not on_base:
+            model.scalar.classifier.base_model.to(dtype)  # its head stays in float32
+    return Roles(PolicyModel(policy), PolicyModel(base), critic, rewards)
+
+
+def _quantized(settings: PPOSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a base in 8 or 4 bits."""
+    if settings.quantization is None:
+        return {}
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if settings.quantization == "8bit"
+        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Gradient checkpointing of every layer of a model that stays in eval mode.
+
+    transformers recomputes a layer that is in train mode only; of the layers alone nothing else depends on that (what
+    drops out are their parts), and without gradients, as in a rollout, they run as ever, with their cache.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+            break
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, float]:
+    """An estimate in GiB of what each role holds for the whole run, and of the rollout's cache.
+
+    Weights, and for those that are trained float32 gradients and AdamW's two moments. A tensor that several roles
+    share counts where it is met first. Activations of a microbatch come on top; logits stay below a GiB or two.
+    """
+    named = {
+        "base" if settings.layout == "adapters" else "reference": roles.reference,
+        "policy": roles.policy, "critic": roles.critic, "reward models": roles.rewards,
+    }  # fmt: skip
+    seen: set[int] = set()
+    found = {}
+    for name, model in named.items():
+        total = 0
+        for parameter in () if model is None else model.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                total += parameter.nbytes + (12 * parameter.numel() if parameter.requires_grad else 0)
+        if total:
+            found[name] = total / GIB
+    config = roles.policy.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    length = settings.max_prompt_length + settings.max_new_tokens
+    size = 2 if roles.policy.model.dtype == torch.bfloat16 else 4
+    found["rollout cache"] = 2 * config.num_hidden_layers * heads * width * length * num_rows * size / GIB
+    return found
+
+
+def described(gib: dict[str, float]) -> str:
+    """One line of what `memory` found."""
+    parts = ", ".join(f"{name} {size:.2g}" for name, size in gib.items())
+    return f"about {sum(gib.values()):.2g} GiB and the activations of a microbatch ({parts})"
+
+
+def keep_policy(folder: Path, policy: PolicyModel, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the policy while it is trained; of `layout: adapters` the adapter alone."""
+    if settings.layout == "adapters":
+        shutil.rmtree(folder, ignore_errors=True)
+        adapters.save_adapter(folder, policy.model)
+    else:
+        save_folder(folder, policy.model, tokenizer)
+
+
+def put_in_place(kept: Path, folder: Path, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make of a kept policy a model that loads anywhere: an adapter is merged, in float32, and lies beside."""
+    assert settings.model is not None
+    if settings.layout == "adapters":
+        save_folder(folder, adapters.merged(load_policy(settings.model, tokenizer), kept), tokenizer)
+        shutil.copytree(kept, folder / "adapter")
+    else:
+        shutil.copytree(kept, folder, dirs_exist_ok=True)
+
+
+def save_critic(folder: Path, roles: Roles, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A sequence classifier; or the value head, or adapter and value head, in a file of its own."""
+    if roles.critic is None:
+        assert roles.policy.value_head is not None
+        adapters.save_head(folder, roles.policy.value_head)
+    elif settings.layout == "adapters":
+        assert settings.model is not None
+        adapters.save_scalar(folder, roles.critic, model_digest(settings.model, "ppo.model"))
+    else:
+        save_folder(folder, roles.critic, tokenizer)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

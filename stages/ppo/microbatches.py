@@ -1,0 +1,61 @@
+"""Microbatches of episodes of about equal length, so that little of what the models read is padding."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PASS_TOKENS = 128
+"""What a forward and backward pass costs beside its tokens, in tokens: measured for models of 1M to 1B parameters it
+lies between 40 and 2000, and little depends on it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a rollout, and how many columns of prompt and response any of them needs."""
+
+    rows: list[int]
+    num_prompt: int
+    num_response: int
+
+    def of_text(self, tensor: Tensor, num_response: int) -> Tensor:
+        """From [B,T]: prompts padded on the left, then responses padded on the right to `num_response`."""
+        border = tensor.shape[1] - num_response
+        return tensor[self.rows, border - self.num_prompt : border + self.num_response]
+
+    def of_response(self, tensor: Tensor) -> Tensor:
+        """From [B,R]."""
+        return tensor[self.rows, : self.num_response]
+
+
+def pieces(
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_rows: int | None = None,
+    rows: Sequence[int] | None = None,
+) -> list[Piece]:
+    """Cut `rows` (all by default) into pieces of at most `max_rows`, longest rows first.
+
+    Sorted by length and cut where it costs least, by dynamic programming: a piece costs its rows times their common
+    width, and PASS_TOKENS. Which rows share a piece changes no sum over all of them.
+    """
+    rows = range(len(prompt_lengths)) if rows is None else rows
+    order = sorted(rows, key=lambda row: -prompt_lengths[row] - response_lengths[row])
+    limit = max_rows or len(order)
+    cost, first = [0.0] + [math.inf] * len(order), [0] * (len(order) + 1)
+    for end in range(1, len(order) + 1):
+        num_prompt = num_response = 0
+        for start in range(end - 1, max(end - limit, 0) - 1, -1):
+            num_prompt = max(num_prompt, prompt_lengths[order[start]])
+            num_response = max(num_response, response_lengths[order[start]])
+            total = cost[start] + PASS_TOKENS + (end - start) * (num_prompt + num_response)
+            if total < cost[end]:
+                cost[end], first[end] = total, start
+    found, end = [], len(order)
+    while end:
+        taken = order[first[end] : end]
+        widths = max(prompt_lengths[row] for row in taken), max(response_lengths[row] for row in taken)
+        found.append(Piece(taken, *widths))
+        end = first[end]
+    return found[::-1]

@@ -1,0 +1,224 @@
+"""Reward models: decoders read by our own rule, and encoders that classify prompt and response as a pair of texts.
+
+A decoder that reads text as the policy does is given the ids as they were sampled. Any other model is given the
+text, which its own tokenizer encodes anew: ids never cross from one vocabulary into another.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf.data.collate import pad_right
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.rows import Prompt, prompt_text
+from rlhf.data.tokens import encode_example
+from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, read_tokenizer
+from rlhf.stages.ppo.config import PPOSettings
+
+
+@dataclass
+class Episodes:
+    """B responses as ids and as text, in the order of the rollout."""
+
+    input_ids: Tensor  # [B,T] prompt and response
+    attention_mask: Tensor  # [B,T] True on prompt tokens and on the response up to its stop token
+    mask: Tensor  # [B,R] True on the response up to its stop token
+    ended: Tensor  # [B] True where the response has a stop token
+    prompts: Sequence[Prompt]
+    responses: Sequence[str]
+
+    def row(self, number: int) -> str:
+        """Row `number` (from 0) as errors show it."""
+        prompt = _excerpt(prompt_text(self.prompts[number].messages))
+        return (
+            f"row {number + 1} of {len(self.responses)}: prompt {prompt}, response {_excerpt(self.responses[number])}"
+        )
+
+
+class ModelReward(nn.Module):
+    """A decoder. `tokenizer` is its own where it reads text, None where it reads the policy's ids."""
+
+    def __init__(
+        self,
+        name: str,
+        scalar: ScalarModel,
+        weight: float = 1.0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reference: str = "",
+    ) -> None:
+        super().__init__()
+        self.name, self.scalar, self.weight, self.tokenizer, self.reference = name, scalar, weight, tokenizer, reference
+        positions = getattr(scalar.classifier.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length: int = positions or sys.maxsize
+
+    def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> Tensor:
+        """Scores [B]."""
+        read = self._from_ids if self.tokenizer is None else self._from_text
+        return torch.cat([read(episodes, rows) for rows in _parts(episodes, microbatch_size)]).float()
+
+    def _from_ids(self, episodes: Episodes, rows: range) -> Tensor:
+        place = slice(rows.start, rows.stop)
+        input_ids, attention_mask = episodes.input_ids[place], episodes.attention_mask[place]
+        mask = episodes.mask[place]
+        in_response = torch.zeros_like(attention_mask)
+        in_response[:, -mask.shape[1] :] = mask
+        return self.scalar.pool(self.scalar(input_ids, attention_mask), in_response)
+
+    def _from_text(self, episodes: Episodes, rows: range) -> Tensor:
+        assert self.tokenizer is not None
+        encoded = [self._encode(episodes, row) for row in rows]
+        ids, attention_mask = pad_right([ids for ids, _ in encoded], self.tokenizer.pad_token_id)
+        starts = torch.tensor([prompt_length for _, prompt_length in encoded])
+        in_response = attention_mask & (torch.arange(ids.shape[1]) >= starts[:, None])
+        device = next(self.scalar.parameters()).device
+        ids, attention_mask, in_response = (x.to(device) for x in (ids, attention_mask, in_response))
+        return self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(episodes.input_ids.device)
+
+    def _encode(self, episodes: Episodes, row: int) -> tuple[list[int], int]:
+        """(ids, length of the prompt in them). A response that was cut off gets no eos: its ids have none either."""
+        prompt = episodes.prompts[row].messages
+        example = encode_example(self.tokenizer, prompt, episodes.responses[row], self.max_length)
+        if example is None:
+            raise _too_long(self, episodes, row)
+        ids, prompt_length = example.input_ids, example.prompt_length
+        if not episodes.ended[row] and len(ids) - prompt_length > 1:
+            ids = ids[:-1]
+        return ids, prompt_length
+
+
+class PairReward(nn.Module):
+    """An encoder (BERT, RoBERTa, DeBERTa, ModernBERT …), read by its own forward: logits[:, 0].
+
+    It is given text even where its vocabulary is the policy's, and no critic can start from it: its number for a
+    token depends on the tokens after it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        classifier: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        weight: float = 1.0,
+        reference: str = "",
+    ) -> None:
+        super().__init__()
+        self.name, self.classifier, self.weight, self.reference = name, classifier, weight, reference
+        self.tokenizer = tokenizer
+        self.tokenizer.truncation_side = "left"  # of the prompt: the question is usually at its end
+        self.max_length: int = min(tokenizer.model_max_length, _num_positions(classifier))
+
+    def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> Tensor:
+        """Scores [B]."""
+        return torch.cat([self._read(episodes, rows) for rows in _parts(episodes, microbatch_size)]).float()
+
+    def _read(self, episodes: Episodes, rows: range) -> Tensor:
+        prompts = [prompt_text(episodes.prompts[row].messages) for row in rows]
+        responses = [episodes.responses[row] for row in rows]
+        plain: dict[str, Any] = {"split_special_tokens": True, "verbose": False}  # "[SEP]" in a text stays text
+        whole = self.tokenizer(prompts, responses, **plain)
+        for place, row in enumerate(rows):
+            excess = len(whole["input_ids"][place]) - self.max_length
+            if 0 < excess >= whole.sequence_ids(place).count(0):  # all of the prompt would not be enough
+                raise _too_long(self, episodes, row)
+        encoded = self.tokenizer(
+            prompts, responses, truncation="only_first", max_length=self.max_length, padding=True,
+            return_tensors="pt", **plain,
+        )  # fmt: skip
+        logits: Tensor = self.classifier(**encoded.to(self.classifier.device)).logits
+        return logits[:, 0].to(episodes.input_ids.device)
+
+
+def load_reward_model(
+    name: str, reference: str, weight: float, where: str, ours: dict[str, Any], settings: PPOSettings
+) -> ModelReward | PairReward:
+    """A reward model with its own tokenizer, or without where it is a decoder that agrees with the policy (`ours`).
+
+    Raises SettingsError, naming the setting `where`, for what cannot be used.
+    """
+    try:
+        if not _is_decoder(reference):
+            return PairReward(name, *_load_pair(reference), weight, reference)
+        tokenizer = load_tokenizer(reference)
+        scalar = load_scalar(reference, tokenizer)
+    except RefusedError as error:
+        raise SettingsError(f"{where}: {error}") from error
+    if hand_over(tokenizer, scalar.classifier) != ours:
+        return ModelReward(name, scalar, weight, tokenizer, reference)
+    longest = settings.max_prompt_length + settings.max_new_tokens
+    check_positions(f"{where}: ppo.max_prompt_length + ppo.max_new_tokens", longest, scalar.classifier)
+    return ModelReward(name, scalar, weight, None, reference)
+
+
+def _is_decoder(reference: str) -> bool:
+    """Whether its sequence classifier has the linear head `score` that transformers gives decoders alone."""
+    try:
+        config = AutoConfig.from_pretrained(reference)
+        with torch.device("meta"):  # the shape only
+            model = AutoModelForSequenceClassification.from_config(config)
+    except (OSError, ValueError):
+        return True  # loading it will say what is wrong
+    return isinstance(getattr(model, "score", None), nn.Linear)
+
+
+def _load_pair(reference: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """An encoder with its tokenizer, in float32; a missing head or another number of labels than one is refused."""
+    tokenizer = read_tokenizer(reference)
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            reference, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RefusedError(f"no sequence classifier in '{reference}': {reason}") from error
+    if model.config.is_encoder_decoder:
+        raise RefusedError(f"'{reference}' is an encoder-decoder; use a decoder or an encoder")
+    if info["missing_keys"]:
+        raise RefusedError(
+            f"'{reference}' lacks the weights {sorted(info['missing_keys'])[:3]}; "
+            "a reward model must be saved with its head"
+        )
+    if model.config.num_labels != 1:
+        raise RefusedError(
+            f"'{reference}' has {model.config.num_labels} labels; a reward model has one, whose number is the score"
+        )
+    if tokenizer.pad_token_id is None:
+        raise RefusedError(f"the tokenizer in '{reference}' has no pad token; set it in its tokenizer_config.json")
+    return model, tokenizer
+
+
+def _num_positions(model: PreTrainedModel) -> int:
+    """How many tokens an encoder takes; RoBERTa's positions begin after its pad id."""
+    embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    before = getattr(embeddings, "padding_idx", None)
+    return (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - (
+        0 if before is None else before + 1
+    )
+
+
+def _parts(episodes: Episodes, size: int | None) -> list[range]:
+    """The rows in microbatches."""
+    num = len(episodes.responses)
+    size = size or num
+    return [range(start, min(start + size, num)) for start in range(0, num, size)]
+
+
+def _too_long(model: ModelReward | PairReward, episodes: Episodes, row: int) -> ValueError:
+    return ValueError(
+        f"reward {model.name}: the response does not fit into the model's {model.max_length} positions "
+        f"({episodes.row(row)}); lower ppo.max_new_tokens"
+    )
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "…")
