@@ -2,6 +2,7 @@
 
     python benchmarks/demo.py                 three seeds, fresh run folders, about ten minutes on two cores
     python benchmarks/demo.py --seeds 0 1     others
+    python benchmarks/demo.py --layouts       also: PPO in its two other memory layouts
     python benchmarks/demo.py --kill          also: kill -9 in the middle of each stage, run again, compare
 
 Prints one row per figure with its bar; exits 1 if a bar is missed. Nothing else should run meanwhile.
@@ -25,6 +26,12 @@ from typing import Any
 
 RLHF = [str(Path(sys.executable).parent / "rlhf")]
 STAGES = ("pretrain", "sft", "reward", "ppo")
+
+LAYOUTS = {
+    "shared_trunk": ["ppo.layout=shared_trunk"],
+    "adapters": ["ppo.layout=adapters", "ppo.learning_rate=1e-3", "ppo.critic_learning_rate=2e-3"],
+}
+"""Adapters, which are few weights, want larger steps."""
 
 Figures = dict[str, Any]
 BARS: dict[str, tuple[str, Callable[[Figures], bool]]] = {
@@ -72,16 +79,26 @@ def run_once(seed: int, folder: Path) -> Figures:
     return figures
 
 
-def table(runs: dict[int, Figures]) -> bool:
+def run_layout(seed: int, folder: Path, layout: str) -> Figures:
+    """PPO again, in another layout, from the models that are there."""
+    words = [*RLHF, "run", "demo", f"seed={seed}", "--run-dir", str(folder), *LAYOUTS[layout]]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    ppo = json.loads((folder / "summary.json").read_text())["stages"]["ppo"]
+    return {"ppo_seconds": ppo["seconds"], **{f"ppo.{name}": value for name, value in ppo["metrics"].items()}}
+
+
+def table(runs: dict[int, Figures], title: str = "", stages: tuple[str, ...] = STAGES) -> bool:
     """Print the figures of all seeds; True if every bar holds."""
-    print(f"{'':28}" + "".join(f"{f'seed {seed}':>12}" for seed in runs) + "   bar")
+    print(f"{title:28}" + "".join(f"{f'seed {seed}':>12}" for seed in runs) + "   bar")
     good = True
     for name, (bar, holds) in BARS.items():
+        if any(name not in figures for figures in runs.values()):
+            continue  # another stage's
         held = [holds(figures) for figures in runs.values()]
         good &= all(held)
         cells = "".join(f"{figures[name]:>12.3f}" for figures in runs.values())
         print(f"{name:28}{cells}   {bar}{'' if all(held) else '   MISSED'}")
-    for stage in STAGES:
+    for stage in stages:
         cells = "".join(f"{figures[f'{stage}_seconds']:>12.1f}" for figures in runs.values())
         print(f"{f'{stage} seconds':28}{cells}")
     return good
@@ -111,9 +128,12 @@ def killed_run(seed: int, folder: Path, undisturbed: Path) -> bool:
         resumed |= dict(re.findall(r"^(\w+): resuming from step (\d+)", said, re.MULTILINE))
     good = True
     for stage in STAGES:
+        made = next(folder.glob(f"{stage}-*/manifest.json"), None)
         ours, theirs = (
-            json.loads(manifest.read_text())["files"]["model/model.safetensors"] if manifest else None
-            for manifest in (next(run.glob(f"{stage}-*/manifest.json"), None) for run in (folder, undisturbed))
+            json.loads((run / made.parent.name / "manifest.json").read_text())["files"]["model/model.safetensors"]
+            if made
+            else None
+            for run in (folder, undisturbed)
         )
         step, steps = killed[stage] or (None, None)
         print(f"{stage}: killed at step {step} of {steps}, resumed from step {resumed.get(stage)}, weights ", end="")
@@ -138,6 +158,7 @@ def kill_midway(process: subprocess.Popen[str], folder: Path, stage: str) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--layouts", action="store_true", help="also PPO in its other memory layouts")
     parser.add_argument("--kill", action="store_true", help="also kill -9 in the middle of each stage")
     options = parser.parse_args()
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
@@ -145,6 +166,9 @@ def main() -> None:
         runs = {seed: run_once(seed, Path(name) / str(seed)) for seed in options.seeds}
         good = table(runs)
         command_line_times()
+        for layout in LAYOUTS if options.layouts else ():
+            others = {seed: run_layout(seed, Path(name) / str(seed), layout) for seed in options.seeds}
+            good &= table(others, f"ppo.layout={layout}", ("ppo",))
         if options.kill:
             good &= killed_run(options.seeds[0], Path(name) / "killed", Path(name) / str(options.seeds[0]))
     sys.exit(0 if good else 1)

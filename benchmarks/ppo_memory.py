@@ -49,11 +49,13 @@ SIZES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("size", choices=SIZES, nargs="?", default="90m")
-    parser.add_argument("layouts", choices=LAYOUTS, nargs="*", default=list(LAYOUTS))
+    parser.add_argument("layouts", nargs="*", default=LAYOUTS, help=f"of {', '.join(LAYOUTS)}; all by default")
     parser.add_argument("--iterations", type=int, default=2, help="the first is not timed")
     parser.add_argument("--settings", default="{}", help="further settings of ppo, as JSON")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if wrong := set(options.layouts) - set(LAYOUTS):
+        parser.error(f"no layout called {', '.join(wrong)}")
     if options.child:
         found = run(options.child, SIZES[options.size], options.layouts[0], options.iterations,
                     json.loads(options.settings))  # fmt: skip
@@ -65,6 +67,8 @@ def main() -> None:
         builder = multiprocessing.get_context("spawn").Process(target=build, args=(Path(name), options.size))
         builder.start()
         builder.join()
+        if builder.exitcode:
+            sys.exit("no world to measure in")
         first = None
         for layout in options.layouts:
             words = [sys.executable, __file__, options.size, layout, "--child", name]

@@ -168,8 +168,8 @@ def run_trl(world: Path, iterations: int, learning_rate: float) -> list[float]:
         config = PPOConfig(
             output_dir=folder, per_device_train_batch_size=PROMPTS, gradient_accumulation_steps=1, num_mini_batches=1,
             num_ppo_epochs=EPOCHS, response_length=NEW_TOKENS, stop_token="eos", temperature=1.0,
-            learning_rate=learning_rate, total_episodes=PROMPTS * iterations, num_sample_generations=0, report_to="none",
-            use_cpu=True, bf16=False,
+            learning_rate=learning_rate, total_episodes=PROMPTS * iterations, num_sample_generations=0,
+            report_to="none", use_cpu=True, bf16=False,
             gradient_checkpointing=False, save_strategy="no",
         )  # fmt: skip
         PPOTrainer(

@@ -13,13 +13,14 @@ def build_world(
     shape: dict[str, Any],
     num_prompts: int,
     prompt_tokens: int,
-    mean_length: int | None,
+    mean_length: int | None = None,
     half: bool = False,
 ) -> None:
     """policy/, reward/ (a one-label classifier) and prompts.jsonl in `folder`, of a Llama `shape`.
 
     With a `mean_length` the policy's head is tilted so that eos has one chance in so many at each token; without,
-    no answer ever ends. `half`: weights in bf16, made on the GPU if there is one.
+    no answer ever ends. `half`: weights in bf16, made on the GPU if there is one, and of the reward model nothing but
+    its config (a benchmark puts an adapter there).
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -35,7 +36,8 @@ def build_world(
         policy.save_pretrained(folder / "policy")
         tokenizer.save_pretrained(folder / "policy")
         del policy
-        reward = LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 1}))
+        of_reward = LlamaConfig(**{**config.to_dict(), "num_labels": 1})
+        reward = of_reward if half else LlamaForSequenceClassification(of_reward)
         reward.save_pretrained(folder / "reward")
         tokenizer.save_pretrained(folder / "reward")
     torch.set_default_dtype(before)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from rlhf.data.sources import Source
 from rlhf.pipeline.recipe import Recipe
-from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.config import PPOSettings, RewardSpec
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
-from rlhf.stages.settings import StageSettings
-from rlhf.stages.sft.config import LoraSettings, SFTSettings
+from rlhf.stages.settings import LoraSettings, Settings, StageSettings
+from rlhf.stages.sft.config import SFTSettings
 
 PAGE = Path(__file__).parent / "recipes.md"
 INTRODUCTION = """# Recipes
@@ -26,9 +26,10 @@ SECTIONS = (
     ("Every stage", StageSettings, ()),
     ("pretrain", PretrainSettings, StageSettings.model_fields),
     ("sft", SFTSettings, StageSettings.model_fields),
-    ("sft.lora", LoraSettings, ()),
     ("reward", RewardSettings, StageSettings.model_fields),
     ("ppo", PPOSettings, StageSettings.model_fields),
+    ("Each of `ppo.rewards`", RewardSpec, ()),
+    ("`lora` (of sft, reward and ppo)", LoraSettings, ()),
     ("A source of rows (`data`, `eval_data`)", Source, ()),
 )
 
@@ -40,11 +41,15 @@ def page() -> str:
         parts.append(f"## {title}\n\n| setting | default | |\n|---|---|---|")
         for name, field in cls.model_fields.items():
             if name not in known:
-                default = "*needed*" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
+                default = "*needed*" if field.is_required() else _shown(field.get_default(call_default_factory=True))
                 text = " ".join((field.description or "").split()).replace("|", "\\|")
                 parts.append(f"| `{name}` | {default} | {text} |")
         parts.append("")
     return "\n".join(parts)
+
+
+def _shown(default: object) -> str:
+    return "as listed below" if isinstance(default, Settings) else f"`{default}`"
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say)
     if problems := [line for settings in to_run for line in (*_uneven(settings, processes), *_too_long(settings))]:
         raise SettingsError("\n".join(problems))
     for settings in to_run:
+        if isinstance(settings, PPOSettings):
+            settings.refuse_missing_bitsandbytes()
         _refuse_bad_rows(settings, say)
     models = {Path(model) for settings in to_run for model in settings.inputs().values() if model is not None}
     for model in sorted(models):

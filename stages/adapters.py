@@ -21,9 +21,11 @@ from peft import (
     load_peft_weights,
     set_peft_model_state_dict,
 )
+from peft.tuners.tuners_utils import cast_adapter_dtype
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weight transposed
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages.models import SCORE_KEYS, ScalarModel, fresh_head
@@ -35,7 +37,9 @@ _HEAD = "value_head.safetensors"
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A tree of modules of its own whose weights and buffers are the very tensors of `model`."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
+    # What reads a quantised weight lies beside it, and bitsandbytes hands 8-bit scales to the first reader alone.
+    states = (getattr(module, name, None) for module in model.modules() for name in ("quant_state", "state"))
+    return copy.deepcopy(model, {id(part): part for part in chain(model.parameters(), model.buffers(), states)})
 
 
 def classifier_on(base: PreTrainedModel) -> PreTrainedModel:
@@ -52,17 +56,22 @@ def classifier_on(base: PreTrainedModel) -> PreTrainedModel:
     return classifier
 
 
+def lora_config(model: PreTrainedModel, lora: LoraSettings, **more: Any) -> LoraConfig:
+    """PEFT's config of an adapter for this model."""
+    return LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()), **more,
+    )  # fmt: skip
+
+
 def add_lora(model: PreTrainedModel, lora: LoraSettings) -> None:
     """Give a model an adapter, after which only that and a classifier's head are trained."""
     heads = ["score"] if isinstance(getattr(model, "score", None), nn.Linear) else None
-    config = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
-        exclude_modules=heads,
-    )  # fmt: skip
     try:
-        inject_adapter_in_model(config, model)
+        _inject(lora_config(model, lora, exclude_modules=heads), model)
     except ValueError as error:  # it lists no layers; the names of those that there are help
-        names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+        names = sorted({name.rpartition(".")[2] for name in linear})
         raise RefusedError(f"lora.target_modules: {lora.target_modules} names no layer; there are {names}") from error
     if heads:
         model.score.requires_grad_(True)
@@ -79,7 +88,7 @@ def save_adapter(folder: Path, model: PreTrainedModel) -> None:
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Give a model the adapter in `folder`, trainable. Raises RefusedError where the two do not belong together."""
-    inject_adapter_in_model(LoraConfig.from_pretrained(folder), model)
+    _inject(LoraConfig.from_pretrained(folder), model)
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in load_peft_weights(str(folder), "cpu").items()}
     found = set_peft_model_state_dict(model, weights)
     missing = [name for name in found.missing_keys if "lora_" in name]
@@ -137,7 +146,7 @@ def checkpoint_trained_only(accelerator: Accelerator) -> None:
         for number, model in enumerate(models):
             trained = _trained(accelerator.unwrap_model(model))
             state = load_file(Path(folder) / f"model{f'_{number}' if number else ''}.safetensors")
-            if set(state) != set(trained):
+            if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in trained.items()}:
                 raise RuntimeError(f"{folder}: the checkpoint holds other weights than those that are trained now")
             with torch.no_grad():
                 for name, tensor in state.items():
@@ -146,6 +155,11 @@ def checkpoint_trained_only(accelerator: Accelerator) -> None:
 
     accelerator.register_save_state_pre_hook(on_save)
     accelerator.register_load_state_pre_hook(on_load)
+
+
+def _inject(config: LoraConfig, model: PreTrainedModel) -> None:
+    inject_adapter_in_model(config, model)
+    cast_adapter_dtype(model, "default")  # beside a base in bfloat16 it would be too, and small steps would be lost
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,9 +1,11 @@
 """Settings of the PPO stage. Defaults follow PPO for language models as in Stiennon et al. and InstructGPT."""
 
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rlhf.data.errors import SettingsError
 from rlhf.data.sources import Source
 from rlhf.stages.settings import LoraSettings, Settings, StageSettings
 
@@ -61,7 +63,7 @@ class PPOSettings(StageSettings):
 
     layout: Literal["separate", "shared_trunk", "adapters"] = "separate"
     """What is in memory: four models; or policy and critic on one trunk; or one base with LoRA adapters for all."""
-    lora: LoraSettings = Field(default_factory=LoraSettings)
+    lora: LoraSettings = LoraSettings()
     """The adapters of policy and critic in `layout: adapters`; the saved policy has its own merged."""
     quantization: Literal["8bit", "4bit"] | None = None
     """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes; QLoRA's NF4)."""
@@ -109,7 +111,7 @@ class PPOSettings(StageSettings):
     kl_in: Literal["reward", "loss"] = "reward"
     """KL as part of the token rewards (k1; exact optimum), or as a term of the policy's loss."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the KL: k1 in the reward; in the loss k2 (the KL's own gradient) or k3 (the reversed KL's)."""
+    """Estimator of the KL: k1 in the reward; in the loss k2 (the gradient of a token's KL) or k3 (of the reversed)."""
     target_kl: float | None = Field(None, gt=0)
     """Ends an iteration's updates once the policy moved 1.5 times this far (approx_kl) from the rollout."""
 
@@ -190,6 +192,14 @@ class PPOSettings(StageSettings):
     def result_settings(self) -> dict[str, Any]:
         return super().result_settings() | {"rewards": [spec.weight for spec in self.rewards]}
 
+    def refuse_missing_bitsandbytes(self) -> None:
+        """Raises SettingsError where the base is to be quantised and there is nothing to do it with."""
+        if self.quantization is not None and find_spec("bitsandbytes") is None:
+            raise SettingsError(
+                f"ppo.quantization: {self.quantization} needs bitsandbytes, which is not installed; "
+                "`pip install rlhf-toolkit[quantization]`, or leave it out"
+            )
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.rollout_batch_size % self.num_minibatches:
@@ -216,9 +226,7 @@ class PPOSettings(StageSettings):
     @model_validator(mode="after")
     def _fits_the_layout(self) -> Self:
         for name, layout in (("lora", "adapters"), ("quantization", "adapters"), ("value_coef", "shared_trunk")):
-            if self.layout != layout and getattr(self, name) != type(self).model_fields[name].get_default(
-                call_default_factory=True
-            ):
+            if self.layout != layout and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect in layout {self.layout}; leave it out, or set layout: {layout}")
         if self.layout == "shared_trunk" and self.critic_warmup_iterations:
             raise ValueError("critic_warmup_iterations needs a critic of its own; layout shared_trunk has none")

@@ -63,7 +63,9 @@ class Evaluator:
         cuda = [self.run.device.index or 0] if self.run.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):  # the training stream goes on as if nothing had happened
             torch.manual_seed(settings.seed + 500 + self.run.rank)
-            for rows in self.run.chunks(len(self.prompts), settings.rollout_batch_size):
+            mine = self.run.shard(list(range(len(self.prompts))))
+            size = max(settings.rollout_batch_size // self.run.num_processes, 1)  # as many as in a rollout
+            for rows in (mine[start : start + size] for start in range(0, len(mine), size)):
                 found += zip(rows, self._answers(policy, rows), strict=True)
         answers = [answer for _, answer in sorted(gather_object(found), key=lambda pair: pair[0])]
         if judge := settings.judge:

@@ -6,14 +6,17 @@ adapters       one frozen base; policy and critic are LoRA adapters on it, the r
                reward model that was trained as an adapter of this base is one more
 """
 
+import logging
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch.utils.checkpoint import checkpoint
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.stages import adapters
@@ -100,6 +103,10 @@ def _on_one_base(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) 
     dtype = torch.bfloat16 if run.accelerator.mixed_precision == "bf16" else torch.float32
     base = load_policy(settings.model, tokenizer, dtype, **_quantized(settings, dtype, run.device))
     base.requires_grad_(False).to(run.device)
+    for module in base.modules():
+        # On some CPUs bitsandbytes would repack the weights in eval mode, after which no gradient passes through them.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     policy = adapters.shared_copy(base)
     adapters.add_lora(policy, settings.lora)
     of_reward = on_base = None
@@ -127,8 +134,11 @@ def _quantized(settings: PPOSettings, dtype: torch.dtype, device: torch.device) 
     """Arguments of `from_pretrained` for a base in 8 or 4 bits."""
     if settings.quantization is None:
         return {}
+    settings.refuse_missing_bitsandbytes()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would say at every 8-bit product that it rounds
+    # Its threshold for outliers would let a row's numbers depend on the other rows of the batch.
     config = (
-        BitsAndBytesConfig(load_in_8bit=True)
+        BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
         if settings.quantization == "8bit"
         else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     )
@@ -138,16 +148,12 @@ def _quantized(settings: PPOSettings, dtype: torch.dtype, device: torch.device) 
 def recompute_layers(model: nn.Module) -> None:
     """Gradient checkpointing of every layer of a model that stays in eval mode.
 
-    transformers recomputes a layer that is in train mode only; of the layers alone nothing else depends on that (what
-    drops out are their parts), and without gradients, as in a rollout, they run as ever, with their cache.
+    transformers' own recomputes only what is in train mode, where layers of some models (OPT) also drop out. Without
+    gradients, as in a rollout, layers run as ever, with their cache.
     """
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.gradient_checkpointing_enable({"use_reentrant": False})
-            break
-    for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, float]:

@@ -190,7 +190,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
     """Per-token estimate [B,R] of KL(policy ‖ reference) from tokens that the policy sampled.
 
     k1 is unbiased and may be negative; k3 is unbiased and never negative; k2 is biased, but as a loss term
-    it alone has the gradient of the KL (k1's is zero on average, k3's is that of the reversed KL).
+    it alone has the gradient of a token's KL given what came before (k1's is zero on average, k3's is that of
+    the reversed KL). None of them, as a loss term, holds a token to account for the KL of those after it.
     """
     log_ratio = _float(logprobs) - _float(ref_logprobs)
     if kind == "k1":

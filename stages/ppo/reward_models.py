@@ -25,6 +25,7 @@ from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.tokens import encode_example
 from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, read_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.microbatches import pieces
 
 
 @dataclass
@@ -64,16 +65,20 @@ class ModelReward(nn.Module):
 
     def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> Tensor:
         """Scores [B]."""
-        read = self._from_ids if self.tokenizer is None else self._from_text
-        return torch.cat([read(episodes, rows) for rows in _parts(episodes, microbatch_size)]).float()
+        if self.tokenizer is None:
+            return self._from_ids(episodes, microbatch_size)
+        return torch.cat([self._from_text(episodes, rows) for rows in _parts(episodes, microbatch_size)]).float()
 
-    def _from_ids(self, episodes: Episodes, rows: range) -> Tensor:
-        place = slice(rows.start, rows.stop)
-        input_ids, attention_mask = episodes.input_ids[place], episodes.attention_mask[place]
-        mask = episodes.mask[place]
-        in_response = torch.zeros_like(attention_mask)
-        in_response[:, -mask.shape[1] :] = mask
-        return self.scalar.pool(self.scalar(input_ids, attention_mask), in_response)
+    def _from_ids(self, episodes: Episodes, microbatch_size: int | None) -> Tensor:
+        width = episodes.mask.shape[1]
+        lengths = episodes.attention_mask[:, :-width].sum(-1).tolist(), episodes.mask.sum(-1).tolist()
+        scores = torch.zeros(len(episodes.mask), device=episodes.mask.device)
+        for piece in pieces(*lengths, microbatch_size):
+            ids, attention_mask = (piece.of_text(x, width) for x in (episodes.input_ids, episodes.attention_mask))
+            in_response = torch.zeros_like(attention_mask)
+            in_response[:, -piece.num_response :] = piece.of_response(episodes.mask)
+            scores[piece.rows] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).float()
+        return scores
 
     def _from_text(self, episodes: Episodes, rows: range) -> Tensor:
         assert self.tokenizer is not None

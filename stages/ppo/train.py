@@ -160,6 +160,7 @@ def rollout_stats(
         "entropy": entropy / tokens,
         "eos_share": ended / episodes,
         "length": tokens / episodes,
+        "length_max": run.max(rollout.lengths.amax()[None]).item(),
         "explained_variance": 1 - variance(res, res2, tokens) / spread if spread else 0.0,
     }
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -28,6 +27,7 @@ from rlhf.data.collate import IGNORED, batch_indices, labels, pad_right
 from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
 from rlhf.data.tokens import Encoded, encode_example
+from rlhf.stages.adapters import lora_config
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import check_positions, hand_over, load_policy, load_tokenizer, save_folder
 from rlhf.stages.runtime import Runtime, choose_precision
@@ -128,13 +128,7 @@ def build_trainer(
         "disable_tqdm": True,
         "report_to": "none",
     }
-    lora = settings.lora and LoraConfig(
-        r=settings.lora.r,
-        lora_alpha=settings.lora.alpha,
-        lora_dropout=settings.lora.dropout,
-        target_modules=settings.lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    lora = settings.lora and lora_config(model, settings.lora, task_type="CAUSAL_LM")
 
     def training_batch(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         run.count_tokens(sum(len(row["input_ids"]) for row in batch))

@@ -43,6 +43,15 @@ def test_each_source_is_read_as_the_stage_reads_it(world: Path, stages: FakeStag
     assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
 
 
+def test_a_quantised_base_without_bitsandbytes_is_refused_before_anything_trains(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf.stages.ppo.config.find_spec", lambda _: None)
+    with pytest.raises(SettingsError, match=r"ppo\.quantization: 8bit needs .*install rlhf-toolkit\[quantization\]`"):
+        run("ppo.layout=adapters", "ppo.quantization=8bit")
+    assert stages.trained == []
+
+
 def test_a_sealed_folder_that_lost_a_file_is_refused(world: Path, stages: FakeStages) -> None:
     run()
     folder = next(RUN.glob("sft-*"))

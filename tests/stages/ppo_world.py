@@ -12,8 +12,9 @@ from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassifi
 
 from rlhf.data.collate import pad_left
 from rlhf.data.rows import Prompt
+from rlhf.stages import adapters
 from rlhf.stages.artifact import write_settings
-from rlhf.stages.models import PolicyModel, ScalarModel, save_folder
+from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, save_folder
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards
@@ -21,6 +22,8 @@ from rlhf.stages.ppo.rollout import Rollout, collect, response_values
 from rlhf.stages.ppo.shaping import Targets
 from rlhf.stages.ppo.train import train
 from rlhf.stages.ppo.update import Updater
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.reward.train import train as train_reward
 from rlhf.stages.runtime import Runtime
 
 EOS = 0  # also the pad id
@@ -55,6 +58,21 @@ def model_folders(root: Path, tokenizer: Any) -> dict[str, str]:
         "model": str(root / "policy"), "reward_model": str(root / "reward"), "data": str(root / "prompts.jsonl"),
         "eval_data": str(root / "held_out.jsonl"),
     }  # fmt: skip
+
+
+def lora_reward(folder: Path, model: str, **fields: Any) -> str:
+    """A reward model that was trained as an adapter of `model`, far enough to be told from it; its folder."""
+    rows = [{"prompt": text, "chosen": text * 3, "rejected": text + "z"} for text in "abcdefghijkl"]
+    folder.mkdir(parents=True)
+    (folder / "rankings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = {
+        "model": model, "data": str(folder / "rankings.jsonl"), "max_length": 32, "global_batch_size": 4,
+        "num_epochs": 2, "learning_rate": 0.05, "eval_share": 0.3, "lora": {"r": 2, "alpha": 4}, "log_every": 1,
+        "report_to": [], **fields,
+    }  # fmt: skip
+    write_settings(folder, RewardSettings.load(chosen, "reward"))
+    train_reward(folder)
+    return str(folder / "model")
 
 
 def settings(**fields: Any) -> PPOSettings:
@@ -118,16 +136,25 @@ class World:
         self.policy, self.reference = tiny_policy(shape, dropout), tiny_policy(shape, dropout)
         self.critic = tiny_scalar(shape)
         reader: Any = PolicyModel(self.policy)
-        critic: Any = self.critic
+        torch.manual_seed(2)
+        if run.settings.layout == "shared_trunk":  # the critic then only values the rollout
+            reader.value_head = fresh_head(16)
+        elif run.settings.layout == "adapters":
+            self.policy = adapters.shared_copy(self.reference.requires_grad_(False))
+            adapters.add_lora(self.policy, run.settings.lora)
+            reader, self.critic = PolicyModel(self.policy), ScalarModel(adapters.classifier_on(self.reference)).eval()
+            adapters.add_lora(self.critic.classifier, run.settings.lora)
+        self.learners: list[Any] = [reader] if reader.value_head is not None else [reader, self.critic]
         rates = (run.settings.learning_rate, run.settings.critic_learning_rate)
         self.optimizers = [
             torch.optim.SGD(model.parameters(), lr=rate)
             if sgd
             else torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5, weight_decay=0.0)
-            for model, rate in zip((reader, critic), rates, strict=True)
+            for model, rate in zip(self.learners, rates, strict=False)
         ]
-        reader, critic, *optimizers = run.accelerator.prepare(reader, critic, *self.optimizers)
-        self.updater = Updater(run, reader, critic, optimizers, ptx)
+        reader, *others = run.accelerator.prepare(*self.learners, *self.optimizers)
+        critic = others.pop(0) if len(self.learners) == 2 else None
+        self.updater = Updater(run, reader, critic, others, ptx)
 
     def rollout(self) -> Rollout:
         return make_rollout(self.policy, self.reference, self.critic, self.run.settings.temperature)
@@ -137,8 +164,8 @@ class World:
         return self.updater(rollout, targets or make_targets(rollout), iteration, kl_coef)
 
     def weights(self) -> Tensor:
-        """Policy and critic, in one vector."""
-        return torch.cat([flat(self.policy), flat(self.critic)])
+        """Of all that learns, in one vector."""
+        return torch.cat([flat(model) for model in self.learners])
 
 
 def flat(model: torch.nn.Module) -> Tensor:

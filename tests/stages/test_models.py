@@ -16,6 +16,7 @@ from rlhf.stages.models import (
     PolicyModel,
     check_hand_over,
     check_positions,
+    fresh_head,
     hand_over,
     load_policy,
     load_scalar,
@@ -40,6 +41,33 @@ def test_logprobs_are_those_of_the_tokens_at_the_sampling_temperature(policy: An
     expected = logits.log_softmax(-1)
     assert torch.allclose(got[0], expected[[0, 1], [9, 10]], atol=1e-5)
     assert torch.allclose(entropy[0], torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5)
+
+
+def test_a_value_head_reads_the_state_before_each_token_in_the_same_pass(policy: Any) -> None:
+    head = fresh_head(16)
+    rows = [[7, 8, 9, 10, 11], [5, 6, 7]]
+    ids, mask = pad_left(rows, 0)
+    with torch.no_grad():
+        logprobs, _, values = PolicyModel(policy, head)(ids, mask, 2, temperature=0.7)
+        plain, _, none = PolicyModel(policy)(ids, mask, 2, temperature=0.7)
+        assert none is None
+        assert values is not None
+        assert torch.equal(logprobs, plain)
+        for row, value in zip(rows, values, strict=True):
+            hidden = policy.base_model(torch.tensor([row])).last_hidden_state[0]
+            expected = hidden[-3:-1] @ head.weight[0]  # before the last two tokens
+            assert torch.allclose(value, expected, atol=1e-5)
+    assert abs(values[0, 0] - values[0, 1]) > 1e-3  # so that one place off would have shown
+
+
+def test_a_fresh_head_is_in_full_precision_with_weights_of_one_over_root_d_plus_one() -> None:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        weight = fresh_head(9_999, bias=True).weight
+    assert weight.dtype == torch.float32
+    assert weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert fresh_head(4, bias=True).bias.tolist() == [0]
+    assert fresh_head(4).bias is None
 
 
 def new_scorer(policy_folder: Path, tokenizer: Any) -> Any:

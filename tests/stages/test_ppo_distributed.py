@@ -28,7 +28,12 @@ VARIANTS: list[dict[str, Any]] = [
     {"aggregation": "sequence_mean", "kl_in": "loss", "entropy_coef": 0.1},
     {"aggregation": "constant", "num_epochs": 2, "whiten_rewards": True, "normalise_scores": True},
     {"ptx_coef": 0.3, "ptx_data": "held_out.jsonl", "ptx_batch_size": 4, "ptx_block_size": 8, "microbatch_size": 1},
-]
+    {
+        "layout": "shared_trunk", "value_coef": 0.5, "microbatch_size": 2, "ptx_coef": 0.3,
+        "ptx_data": "held_out.jsonl", "ptx_batch_size": 4, "ptx_block_size": 8,
+    },
+    {"layout": "adapters", "lora": {"r": 2, "alpha": 8}, "num_epochs": 2, "microbatch_size": 2},
+]  # fmt: skip
 BLOCKS = torch.arange(1, 37).view(4, 9)
 """Of raw text; the file that the settings name is only there to be found."""
 STEP: dict[str, Any] = {
@@ -52,11 +57,12 @@ class Found:
     drawn: list[list[tuple[int, ...]]]
     metrics: list[dict[str, Any]]
     final: dict[str, Any]
+    adapters: list[dict[str, Any]]
 
 
 def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
     """The same eight episodes for one process or shared by two, then an evaluation and a whole stage."""
-    found = Found([], [], [], [], [], [], torch.zeros(0), [], [], [], {})
+    found = Found([], [], [], [], [], [], torch.zeros(0), [], [], [], {}, [])
     mine = list(range(rank, 8, of))
     for number, variant in enumerate(VARIANTS):
         chosen = {**given, **STEP, **variant}
@@ -100,7 +106,29 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
     )  # fmt: skip
     rollout_module.sample = sample
     found.metrics = Artifact(root / f"stage-{of}").metrics
+    small: dict[str, Any] = {"layout": "adapters", "num_iterations": 2, "save_every": 1, "ema_decay": 0.5}
+    for name in ("unbroken", "broken") if of == 2 else ():
+        if name == "broken":
+            end_at_the_second_row(root / name, given, small)
+        (root / name).mkdir(exist_ok=True)
+        found.adapters.append(run_ppo(root / name, given, **small))
     return found
+
+
+def end_at_the_second_row(folder: Path, given: dict[str, str], chosen: dict[str, Any]) -> None:
+    """Run the stage until its second row of metrics, which is after the first checkpoint."""
+    log = Runtime.log
+
+    def log_and_end(self: Runtime, step: int, *more: Any, **options: Any) -> None:
+        log(self, step, *more, **options)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "log", log_and_end)
+        with pytest.raises(KeyboardInterrupt):
+            run_ppo(folder, given, **chosen)
 
 
 def process(rank: int, port: int, root: str, given: dict[str, str]) -> None:
@@ -183,3 +211,9 @@ def test_a_stage_of_two_processes_writes_once_and_returns_the_same_figures_every
     assert both[0].final.keys() == alone.final.keys()
     assert both[0].final == both[1].final
     assert abs(both[0].metrics[0]["kl"]) < 1e-5
+
+
+def test_two_processes_resume_adapters_as_if_nothing_had_happened(outcome: Outcome) -> None:
+    for found in outcome[1]:
+        unbroken, broken = ({k: v for k, v in metrics.items() if k != "peak_gib"} for metrics in found.adapters)
+        assert unbroken == broken

@@ -28,14 +28,17 @@ P17  test_ppo_update::test_junk_in_masked_slots_changes_not_one_bit; test_ppo_ob
 P18  test_ppo_run::test_samples_of_a_prompt_lie_in_one_rollout_and_differ
      test_ppo_distributed::test_processes_draw_from_streams_of_their_own
 P19  test_ppo_run::test_an_encoder_decoder_is_refused (we pad ourselves: a tokenizer's padding side plays no part)
-P20  test_ppo_run::test_dropout_that_the_model_was_saved_with_is_off_in_rollout_and_update; P2
-P21  not applicable: no adapters in PPO yet
-P22  not applicable: no adapters in PPO yet
+P20  test_ppo_run::test_dropout_that_the_model_was_saved_with_is_off_in_rollout_and_update; P2; P26
+P21  test_ppo_memory::test_what_has_no_effect_or_no_sense_in_a_layout_is_refused (lora.dropout)
+P22  test_ppo_layouts::test_both_adapters_learn_while_base_and_reference_stay_bit_for_bit
+     test_adapters::test_both_of_two_adapters_learn_from_one_backward_pass
 P23  test_ppo_update::test_ten_updates_leave_the_reference_as_it_was_and_move_policy_and_critic
 P24  test_train::test_lora_sft_is_merged_so_that_ppo_starts_at_its_own_reference
 P25  test_ppo_run::test_the_saved_critic_has_its_learned_head
+     test_ppo_layouts::test_the_value_head_is_saved_in_a_file_of_its_own, …::test_the_saved_critic_gives_the_values…
      test_models::test_a_missing_score_head_is_an_error_and_not_a_random_head
-P26  not applicable: no gradient checkpointing of layers (that of logits: test_models::test_logprobs_in_chunks…)
+P26  test_ppo_memory::test_recomputed_layers_give_the_same_log_probabilities_and_gradients
+     test_ppo_memory::test_a_rollout_of_recomputed_layers_uses_the_cache_and_draws_the_same
 P27  test_ppo_run::test_reference_and_reward_model_are_the_same_after_the_run_and_never_had_a_gradient
 P28  test_ppo_objective::test_token_rewards_golden
 P29  test_ppo_objective::test_score_lands_on_the_last_counted_token_also_after_a_hole
@@ -81,9 +84,11 @@ P62  not applicable: one engine, so nothing to correct for
 P63  as P5: there is no greedy rollout to ask for
 P64  test_ppo_run::test_more_tokens_than_positions_are_refused
 P65  test_ppo_run::test_a_resumed_run_with_every_state_there_is_ends_like_an_unbroken_one
+     test_ppo_layouts::test_two_iterations_and_two_more_after_a_kill_are_four
 P69  test_ppo_distributed::test_an_evaluation_counts_each_of_an_odd_number_of_prompts_once_and_in_order
      test_ppo_distributed::test_a_rollouts_prompts_are_shared_without_doubles
 P70  test_ppo_run::test_the_saved_policy_has_the_keys_it_started_with_and_its_own_generation_config
+     test_ppo_layouts::test_the_policy_and_its_average_load_as_plain_language_models, …::test_the_merged_model_says…
 P71  test_ppo_schedule::test_the_moving_average_…
 P72  test_ppo_run::test_a_reward_model_that_reads_text_otherwise_is_refused_with_both_values
 P73  test_ppo_schedule::test_a_run_that_went_too_far_is_marked_with_the_reason, …::test_the_best_score_within…
@@ -265,4 +270,4 @@ def test_statistics_of_known_episodes() -> None:
 
 def _alone() -> Any:
     """Of a `Runtime` in one process, what statistics need."""
-    return SimpleNamespace(settings=settings(), state={}, sum=lambda x: x)
+    return SimpleNamespace(settings=settings(), state={}, sum=lambda x: x, max=lambda x: x)

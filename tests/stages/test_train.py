@@ -204,6 +204,27 @@ def test_lora_sft_is_merged_so_that_ppo_starts_at_its_own_reference(chain: Chain
     assert abs(rows(tmp_path / "ppo")[0]["kl"]) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_reward_model_of_adapters_killed_between_checkpoints_ends_as_if_nothing_had_happened(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"lora": {"r": 2, "alpha": 4, "dropout": 0.1}, "learning_rate": 0.01, **inputs("reward", chain)}
+
+    def die() -> None:
+        kept = load_file(tmp_path / "broken" / "checkpoints" / "step-00000002" / "model.safetensors")
+        assert all("lora_" in name or name == "classifier.score.weight" for name in kept)
+        raise Killed
+
+    run_stage("reward", tmp_path / "straight", **fields)
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, die)
+        with pytest.raises(Killed):
+            run_stage("reward", tmp_path / "broken", **fields)
+    run_stage("reward", tmp_path / "broken", **fields)
+    assert (tmp_path / "broken" / "model" / "adapter" / "value_head.safetensors").is_file()
+    assert_same(tmp_path / "broken", tmp_path / "straight")
+
+
 def test_fewer_prompts_than_a_rollout_still_train(chain: Chain, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Write about a {x} and a kite."}) + "\n" for x in ("fox", "cat")))
