@@ -1,11 +1,13 @@
 """Rows become text, demonstrations, rankings and prompts; unusable ones are counted, never lost unseen."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from rlhf.data import formats
 from rlhf.data.errors import DataError
+from rlhf.data.examples import Demonstration, Prompt, Ranking, ranked
 from rlhf.data.messages import (
     Messages,
     Unusable,
@@ -59,34 +61,21 @@ COLUMNS = (
     "completions",
     "ranks",
 )
+# Columns under which rows of each kind are read without further ado; a format must need more to come before them.
+OWN: dict[str, tuple[tuple[str, ...], ...]] = {
+    "text": (),
+    "demonstrations": (("messages",), ("prompt", "response"), ("prompt", "completion")),
+    "preferences": (
+        ("prompt", "responses", "ranks"),
+        ("prompt", "completions", "ranks"),
+        ("prompt", "chosen", "rejected"),
+        ("chosen", "rejected"),
+    ),
+    "prompts": (("messages",), ("prompt",), ("chosen", "rejected")),
+}
 FIRST_FEW = 5  # row numbers kept for each reason
 # Left out without counting as bad data: such a row carries nothing that is not read elsewhere.
 BLANK, DUPLICATE, TIED = HARMLESS = "blank text", "duplicate prompt", "all answers tied"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt, and the whole row that it was read from (after the source's `map`)."""
-
-    messages: Messages
-    row: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Demonstration:
-    """A prompt with a good response."""
-
-    prompt: Messages
-    response: str
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """A prompt with K responses and their ranks: 1 is best, equal ranks are ties."""
-
-    prompt: Messages
-    responses: list[str]
-    ranks: list[float]
 
 
 @dataclass
@@ -110,6 +99,8 @@ class Report:
     dropped: dict[str, Dropped] = field(default_factory=dict)
     dropped_ties: int = 0
     """Equal pairs in rankings that were dropped because all their answers are tied."""
+    parts: dict[str, Dropped] = field(default_factory=dict)
+    """What was left out of rows that were kept, such as one of many rankings in a tree of answers."""
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -135,7 +126,14 @@ class Report:
 
     def drop(self, number: int, unusable: Unusable) -> None:
         """Count one row out."""
-        drop = self.dropped.setdefault(unusable.reason, Dropped(detail=unusable.detail))
+        self._count(self.dropped, number, unusable)
+
+    def drop_part(self, number: int, unusable: Unusable) -> None:
+        """Count out one example of a row that may be kept for others."""
+        self._count(self.parts, number, unusable)
+
+    def _count(self, where: dict[str, Dropped], number: int, unusable: Unusable) -> None:
+        drop = where.setdefault(unusable.reason, Dropped(detail=unusable.detail))
         drop.count += 1
         if drop.count <= FIRST_FEW:
             drop.rows.append(number)
@@ -181,33 +179,119 @@ def load(source: Source, kind: str, keep_ties: bool = False) -> Loaded[Any]:
     """
     if kind not in PARSERS:
         raise DataError(f"no kind of rows called {kind!r}; choose from {', '.join(PARSERS)}")
-    rows: list[Any] = []
     report = Report(kind)
+    rows = list(iterate(source, kind, report, keep_ties))
+    return Loaded(rows, report)
+
+
+def iterate(source: Source, kind: str, report: Report, keep_ties: bool = False) -> Iterator[Any]:
+    """The usable rows of a source one by one, while `report` is filled in; it is complete at the end.
+
+    A format that spreads an example over several rows is held in memory until all have been read.
+    """
     shapes: dict[str, None] = {}  # in the order met
     columns: dict[str, None] = {}
+    waiting: dict[formats.Format, list[formats.Numbered]] = {}
     seen: set[str] = set()
+
+    def usable(number: int, example: Any) -> bool:
+        if isinstance(example, Unusable):
+            report.drop_part(number, example)
+            return False
+        if kind == "prompts":
+            _refuse_repeat(example.messages, seen)
+        elif kind == "preferences" and not keep_ties:
+            _refuse_tie(example)
+        return True
+
     for number, raw in read_rows(source):
         report.rows += 1
         columns |= dict.fromkeys(raw) if isinstance(raw, dict) else {}
         try:
             if isinstance(raw, Unreadable):
                 raise Unusable(raw.reason, raw.detail)
-            shape, row = PARSERS[kind](_mapped(raw, source), source)
-            if kind == "prompts":
-                _refuse_repeat(row.messages, seen)
-            elif kind == "preferences" and not keep_ties:
-                _refuse_tie(row)
+            row = _mapped(raw, source)
+            known = _format_of(row, source, kind)
+            if known is not None and known.read_all is not None:
+                waiting.setdefault(known, []).append((number, row))
+                continue
+            shape, found = (known.name, _read(known, row, kind)) if known else PARSERS[kind](row, source)
+            examples = found if isinstance(found, list) else [found]
+            kept = [example for example in examples if usable(number, example)]
+            if not kept:
+                raise next((e for e in examples if isinstance(e, Unusable)), Unusable("nothing to use in it"))
         except Unusable as unusable:
             report.drop(number, unusable)
         else:
             shapes[shape] = None
-            rows.append(row)
+            report.kept += 1
+            yield from kept
+    for known, rows in waiting.items():
+        shapes[known.name] = None
+        yield from _read_together(known, rows, report, usable)
     _check_map(source, columns)
-    report.kept = len(rows)
     report.format = "; ".join(shapes)
     if len(shapes) > 1:
         report.warnings.append(f"rows of {len(shapes)} shapes in one source: {report.format}")
-    return Loaded(rows, report)
+
+
+def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
+    """The foreign format of a row; None for text, and for rows with our own column names."""
+    if source.map or not isinstance(row, dict) or kind == "text":
+        return None
+    try:
+        known = formats.find(kind, row, OWN[kind], source.format)
+        if known is None and kind == "prompts" and not any(_has(row, shape) for shape in OWN[kind]):
+            found = (formats.find(other, row, OWN[other]) for other in ("preferences", "demonstrations"))
+            known = next((f for f in found if f is not None and f.read is not None), None)
+    except formats.AmbiguousError as error:
+        names = " or ".join(error.names)
+        raise DataError(
+            f"{source.path}: its columns ({', '.join(map(str, row))}) can be read in several ways; "
+            f"say which in the source: format: {names}"
+        ) from error
+    return known
+
+
+def _read(known: formats.Format, row: dict[str, Any], kind: str) -> Any:
+    """The examples of one row; of another kind's, their prompt."""
+    assert known.read is not None
+    found = known.read(row)
+    if kind != "prompts" or known.kind == "prompts":
+        return found
+    examples = found if isinstance(found, list) else [found]
+    return [e if isinstance(e, Unusable) else Prompt(e.prompt, row) for e in examples]
+
+
+def _read_together(
+    known: formats.Format,
+    rows: list[formats.Numbered],
+    report: Report,
+    usable: Callable[[int, Any], bool],
+) -> Iterator[Any]:
+    """The examples of rows that say something only together; a row that none of them counts under is dropped."""
+    assert known.read_all is not None
+    kept, lost = set(), {}
+    for number, example in known.read_all(rows):
+        try:
+            if isinstance(example, Unusable):
+                raise example
+            usable(number, example)
+        except Unusable as unusable:
+            lost.setdefault(number, unusable)
+        else:
+            kept.add(number)
+            yield example
+    for number, unusable in lost.items():
+        if number in kept:
+            report.drop_part(number, unusable)
+        else:
+            report.drop(number, unusable)
+    report.kept += len(rows) - len(lost.keys() - kept)
+
+
+def _has(row: dict[str, Any], shape: tuple[str, ...]) -> bool:
+    return all(column in row for column in shape)
 
 
 def _refuse_repeat(prompt: Messages, seen: set[str]) -> None:
@@ -315,8 +399,7 @@ def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
         responses = [chosen, rejected]
     else:
         raise Unusable("no prompt", _found(columns))
-    _check_ranks(responses, ranks)
-    return shape, Ranking(prompt, responses, ranks)
+    return shape, ranked(prompt, responses, ranks, source=columns.get("source", ""))
 
 
 PARSERS: dict[str, Callable[[Row, Source], tuple[str, Any]]] = {
@@ -346,33 +429,7 @@ def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[
             raise Unusable(f"{column} is {describe(value)}, not a list")
     if len(values) != len(ranks):
         raise Unusable(f"{name} and ranks differ in length", f": {len(values)} and {len(ranks)}")
-    if len(values) < 2:
-        raise Unusable("fewer than two answers")
-    numbers = [_rank(rank) for rank in ranks]
-    return [as_response(value, name, prompt) for value in values], numbers
-
-
-def _rank(value: Any) -> float:
-    reason = "a rank is not a finite number"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise Unusable(reason, f": {value!r}")
-    try:
-        rank = float(value)
-    except OverflowError:
-        raise Unusable(reason, ": it has hundreds of digits") from None
-    if not math.isfinite(rank):
-        raise Unusable(reason, f": {value!r}")
-    return rank
-
-
-def _check_ranks(responses: list[str], ranks: list[float]) -> None:
-    """Refuse what contradicts itself (one text at two ranks) and what has nothing to compare."""
-    rank_of: dict[str, float] = {}
-    for response, rank in zip(responses, ranks, strict=True):
-        if rank_of.setdefault(response.strip(), rank) != rank:
-            raise Unusable("identical answers", f" at different ranks: {response.strip()[:40]!r}")
-    if len(rank_of) == 1:
-        raise Unusable("identical answers", f": {responses[0].strip()[:40]!r}")
+    return [as_response(value, name, prompt) for value in values], ranks
 
 
 def _columns(row: Row) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class Source(BaseModel):
     later still counts as the same data."""
     column: str = "text"
     """The column that holds the text, where rows of text are wanted."""
+    format: str | None = None
+    """Name of the rows' format (`rlhf data check` shows it), where the columns leave a choice."""
     map: dict[str, str] = {}
     """Names of the columns, where they differ from ours: `{prompt: question, response: answer}`."""
     options: dict[str, Any] = {}
@@ -104,7 +106,8 @@ def digest(source: Source) -> str:
 
     Of a hub id only what names it (no network): without a revision, a later change there goes unnoticed.
     """
-    sha = hashlib.sha256(f"column:{source.column}\nmap:{json.dumps(source.map, sort_keys=True)}\n".encode())
+    chosen = f"column:{source.column}\nmap:{json.dumps(source.map, sort_keys=True)}\nformat:{source.format}\n"
+    sha = hashlib.sha256(chosen.encode())
     kind = _kind(source)
     if kind == "file":
         _hash_file(sha, source.local, name="".join(_suffixes(source.local)))

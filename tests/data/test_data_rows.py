@@ -290,7 +290,7 @@ def test_an_unusable_demonstration_is_counted_under_its_reason(write: Any, row: 
             {"prompt": "q", "responses": ["a", "b"], "ranks": [1, float("nan")]},
             "a rank is not a finite number",
         ),
-        ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, "2"]}, "a rank is not a finite number"),
+        ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, "second"]}, "a rank is not a finite number"),
         ({"prompt": "q", "responses": ["a", "b"], "ranks": [True, 2]}, "a rank is not a finite number"),
         ({"prompt": "q", "responses": ["a", ""], "ranks": [1, 2]}, "empty response"),
         ({"prompt": "q", "responses": ["a", "a "], "ranks": [1, 1]}, "identical answers"),

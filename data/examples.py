@@ -1,0 +1,91 @@
+"""What rows become: prompts, demonstrations and rankings."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.data.messages import Messages, Unusable
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and the whole row that it was read from (after the source's `map`)."""
+
+    messages: Messages
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt with a good response."""
+
+    prompt: Messages
+    response: str
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A prompt with K responses and their ranks: 1 is best, equal ranks are ties."""
+
+    prompt: Messages
+    responses: list[str]
+    ranks: list[float]
+    strengths: list[float] | None = None
+    """How good each response was said to be, higher is better, where the data has such numbers (scores, ratings, a
+    strength of preference): the difference of two is how much the one was preferred. In the order of `ranks`."""
+    source: str = ""
+    """Where the row says that it comes from, if it does; the report card tells accuracies apart by it."""
+
+
+def ranked(
+    prompt: Messages,
+    responses: list[str],
+    ranks: Sequence[Any],
+    strengths: Sequence[Any] | None = None,
+    source: Any = "",
+) -> Ranking:
+    """A ranking that says something. Raises Unusable where it does not, or contradicts itself."""
+    if len(responses) != len(ranks):
+        raise Unusable("answers and ranks differ in number", f": {len(responses)} and {len(ranks)}")
+    if len(responses) < 2:
+        raise Unusable("fewer than two answers")
+    numbers = [number(rank, "rank") for rank in ranks]
+    _check_texts(responses, numbers)
+    strong = None if strengths is None else [number(strength, "strength") for strength in strengths]
+    return Ranking(prompt, responses, numbers, strong, source if isinstance(source, str) else "")
+
+
+def by_score(
+    prompt: Messages, responses: list[str], scores: Sequence[Any], source: Any = "", strength: bool = True
+) -> Ranking:
+    """A ranking by numbers of which higher is better; equal numbers are ties. Raises Unusable as `ranked`."""
+    numbers = [number(score, "score") for score in scores]
+    higher = [float(1 + sum(other > score for other in numbers)) for score in numbers]
+    return ranked(prompt, responses, higher, numbers if strength else None, source)
+
+
+def number(value: Any, name: str) -> float:
+    """A finite number, also one written as text. Raises Unusable."""
+    reason = f"a {name} is not a finite number"
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise Unusable(reason, f": {value!r}")
+    try:
+        found = float(value)
+    except OverflowError:
+        raise Unusable(reason, ": it has hundreds of digits") from None
+    except ValueError:
+        raise Unusable(reason, f": {value!r}") from None
+    if not math.isfinite(found):
+        raise Unusable(reason, f": {value!r}")
+    return found
+
+
+def _check_texts(responses: list[str], ranks: list[float]) -> None:
+    """Refuse what contradicts itself (one text at two ranks) and what has nothing to compare."""
+    rank_of: dict[str, float] = {}
+    for response, rank in zip(responses, ranks, strict=True):
+        if rank_of.setdefault(response.strip(), rank) != rank:
+            raise Unusable("identical answers", f" at different ranks: {response.strip()[:40]!r}")
+    if len(rank_of) == 1:
+        raise Unusable("identical answers", f": {responses[0].strip()[:40]!r}")

@@ -1,0 +1,85 @@
+"""How other people's data sets say what they hold. Each module here is one format; a new file is found by itself.
+
+A format names the columns that its rows must have, and reads such a row. Where a row has the columns of several, the
+format that needs more of them is meant; where that does not decide, the row is refused until the source says
+`format: name`. The toolkit's own column names (`rlhf.data.rows`) come before formats that ask for no more than they.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from rlhf.data.examples import Demonstration, Prompt, Ranking
+from rlhf.data.messages import Messages, Unusable
+
+Example = Ranking | Demonstration | Prompt | Messages
+Numbered = tuple[int, dict[str, Any]]
+"""A row with its number in the source, from 1."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of one kind of rows (demonstrations, preferences, prompts)."""
+
+    name: str
+    """What `rlhf data check` shows, and what a source's `format` can name."""
+    kind: str
+    columns: tuple[str, ...]
+    """What a row must have; their values may still be missing."""
+    read: Callable[[dict[str, Any]], Any] | None = None
+    """One row → an example, or a list of examples and of `Unusable` for its parts. Raises Unusable."""
+    read_all: Callable[[list[Numbered]], Iterable[tuple[int, Any]]] | None = None
+    """Instead of `read`, where an example is spread over several rows: all rows of the format → (number of the row
+    that it counts under, example or Unusable), each row number at least once."""
+    recognises: Callable[[dict[str, Any]], bool] | None = None
+    """What a row must be like beyond its columns."""
+
+    def fits(self, row: dict[str, Any]) -> bool:
+        """Whether a row is of this format."""
+        return all(name in row for name in self.columns) and (self.recognises is None or self.recognises(row))
+
+
+class AmbiguousError(Exception):
+    """A row that several formats would read, each in its own way."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = sorted(names)
+        super().__init__(", ".join(self.names))
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """All there are: the FORMATS of each module here."""
+    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    return tuple(known for module in modules for known in module.FORMATS)
+
+
+def find(kind: str, row: dict[str, Any], own: Iterable[tuple[str, ...]], name: str | None = None) -> Format | None:
+    """The format of a row, or None where the toolkit's own column names (`own`, by shape) say as much.
+
+    Raises AmbiguousError where several formats fit and none needs more columns than the others.
+    """
+    if name is not None:
+        known = next((f for f in formats() if (f.kind, f.name) == (kind, name)), None)
+        if known is None or not known.fits(row):
+            raise Unusable(f"the row is not of the format {name}", f" (columns found: {', '.join(map(str, row))})")
+        return known
+    fitting = [f for f in formats() if f.kind == kind and f.fits(row)]
+    best = [f for f in fitting if not any(set(f.columns) < set(other.columns) for other in fitting)]
+    shapes = [set(shape) for shape in own if all(column in row for column in shape)]
+    if shapes:
+        best = [f for f in best if any(set(f.columns) > shape for shape in shapes)]
+    if len(best) > 1:
+        raise AmbiguousError(f.name for f in best)
+    return best[0] if best else None
+
+
+def by_key(rows: list[Numbered], key: Callable[[dict[str, Any]], Any]) -> Iterator[list[Numbered]]:
+    """Rows that belong together, in the order in which their first came."""
+    groups: dict[Any, list[Numbered]] = {}
+    for number, row in rows:
+        groups.setdefault(key(row), []).append((number, row))
+    yield from groups.values()
