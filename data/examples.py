@@ -1,11 +1,15 @@
 """What rows become: prompts, demonstrations and rankings."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.data.messages import Messages, Unusable
+from rlhf.data.messages import Messages, Unusable, with_tools
+
+# Reasons to leave something out that are no fault of the data.
+UNJUDGED, DELETED = "nobody judged it", "a deleted message"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,15 @@ class Ranking:
     """Where the row says that it comes from, if it does; the report card tells accuracies apart by it."""
 
 
+def told_of_tools(example: Any, tools: Any) -> Any:
+    """An example whose prompt tells the tools that its row offers; a text as it is. Raises Unusable."""
+    if isinstance(example, Prompt):
+        return replace(example, messages=with_tools(example.messages, tools))
+    if isinstance(example, (Demonstration, Ranking)):
+        return replace(example, prompt=with_tools(example.prompt, tools))
+    return example
+
+
 def ranked(
     prompt: Messages,
     responses: list[str],
@@ -63,6 +76,14 @@ def by_score(
     numbers = [number(score, "score") for score in scores]
     higher = [float(1 + sum(other > score for other in numbers)) for score in numbers]
     return ranked(prompt, responses, higher, numbers if strength else None, source)
+
+
+def by_votes(prompt: Messages, responses: list[str], votes: Sequence[int | None], source: Any = "") -> Ranking:
+    """A pair by majority: a vote is 0 or 1, the better answer, or None for a tie. Without a majority it is a tie."""
+    counts = Counter(votes)
+    first, second, tie = counts[0], counts[1], counts[None]
+    ranks = [1, 2] if first > max(second, tie) else [2, 1] if second > max(first, tie) else [1, 1]
+    return ranked(prompt, responses, ranks, source=source)
 
 
 def number(value: Any, name: str) -> float:

@@ -1,13 +1,27 @@
 """Conversations: prompts as lists of messages, and how cells of a row become prompts and responses."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
-from rlhf.data.sources import describe
+from rlhf.data.files import describe
 
 Messages = list[dict[str, str]]  # [{"role": …, "content": …}, …]
 
 ROLES = ("system", "user", "assistant", "tool")
+# Names that ShareGPT and its kin, and older or newer interfaces, give to these roles.
+ROLE_OF = {role: role for role in ROLES} | {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "developer": "system",
+}
 ANSWER_MARKER = "\n\nAssistant:"  # begins an answer in transcripts such as Anthropic's HH
 
 
@@ -39,7 +53,7 @@ def as_text(value: Any, name: str, empty: str) -> str:
         raise Unusable(empty)
     if not isinstance(value, str):
         raise Unusable(f"{name} is {describe(value)}, not text")
-    if not value.strip():
+    if not value or value.isspace():
         raise Unusable(empty)
     if not value.isascii():
         try:
@@ -65,21 +79,64 @@ def awaiting_answer(messages: Messages) -> Messages:
 
 
 def as_messages(value: Any, name: str) -> Messages:
-    """Messages with known roles and some text in each."""
+    """Messages, as role and content or as ShareGPT's from and value, with known roles and some text in each."""
     if not isinstance(value, list):
         raise Unusable(f"{name} is {describe(value)}, not a list of messages")
     if not value:
         raise Unusable("empty prompt")
     messages = []
     for message in value:
-        if not isinstance(message, dict) or "role" not in message:
-            raise Unusable(f"{name} holds something that is not a message with role and content")
-        role = message["role"]
-        if role not in ROLES:
-            raise Unusable("unknown role", f" {role!r}; known are {', '.join(ROLES)}")
-        content = as_text(message.get("content"), f"the content of a {role} turn", empty=f"empty {role} turn")
-        messages.append({"role": role, "content": content})
+        role, content = _turn(message, name)
+        text = as_text(content, f"the content of a {role} turn", empty=f"empty {role} turn")
+        messages.append({"role": role, "content": text})
     return messages
+
+
+def as_question(parts: dict[str, Any], system: Any = None, history: Any = None) -> Messages:
+    """A prompt from columns: a system message, earlier rounds as pairs of texts, then the parts by name, a line each.
+
+    What is missing or blank is left out, but some part of the question must be there.
+    """
+    rounds = [] if _silent(history) else history
+    if not isinstance(rounds, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in rounds):
+        raise Unusable("history is not a list of pairs of a question and an answer")
+    messages = []
+    for pair in rounds:
+        for role, value in zip(("user", "assistant"), pair, strict=True):
+            text = as_text(value, f"the {role} turn of a pair in history", empty=f"empty {role} turn")
+            messages.append({"role": role, "content": text})
+    said = [as_text(value, name, "") for name, value in parts.items() if not _silent(value)]
+    if not said:
+        raise Unusable("empty prompt")
+    return with_system([*messages, {"role": "user", "content": "\n".join(said)}], system)
+
+
+def with_system(messages: Messages, system: Any) -> Messages:
+    """Messages with the system message that a column holds; one of their own comes before it."""
+    if _silent(system) or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": as_text(system, "system", "empty system turn")}, *messages]
+
+
+def with_tools(prompt: Messages, tools: Any) -> Messages:
+    """The prompt with the tools that its row offers, a JSON line each, at the end of the system message.
+
+    `tools` is a list of objects, or that list as JSON text; anything else under this name means something else.
+    """
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise Unusable("tools is broken JSON") from None
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+        return prompt
+    text = "\n".join(["Tools:", *map(_json, tools)])
+    if prompt[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *prompt]
+    system = prompt[0]["content"]
+    if text in system:  # a converted row tells them already
+        return prompt
+    return [{"role": "system", "content": f"{system}\n\n{text}"}, *prompt[1:]]
 
 
 def as_conversation(value: Any, name: str) -> tuple[Messages, str]:
@@ -118,6 +175,63 @@ def _holds_messages(value: Any) -> bool:
 
 
 def _last_turn(value: list[dict[str, Any]], name: str) -> str:
-    if value[-1].get("role") != "assistant":
+    role, content = _turn(value[-1], name)
+    if role != "assistant":
         raise Unusable(f"the last turn of {name} is not the assistant's")
-    return as_text(value[-1].get("content"), "the content of an assistant turn", empty="empty response")
+    return as_text(content, "the content of an assistant turn", empty="empty response")
+
+
+def _turn(message: Any, name: str) -> tuple[str, Any]:
+    """(our name of the role, what is said) of a message in any spelling."""
+    if isinstance(message, dict) and "role" in message:
+        role, content = message["role"], message.get("content")
+    elif isinstance(message, dict) and "from" in message and "value" in message:
+        role, content = message["from"], message["value"]
+    else:
+        raise Unusable(f"{name} holds something that is not a message with role and content")
+    known = ROLE_OF.get(role) if isinstance(role, str) else None
+    if known is None:
+        raise Unusable("unknown role", f" {role!r}; known are {', '.join(ROLE_OF)}")
+    if isinstance(content, list):
+        content = "".join(map(_part, content))
+    calls = message.get("tool_calls") or ([message["function_call"]] if message.get("function_call") else [])
+    if calls and (content is None or isinstance(content, str)):
+        if not isinstance(calls, list):
+            raise Unusable("tool_calls is not a list of calls")
+        content = "\n".join([*filter(None, [content]), *map(_call, calls)])
+    return known, content
+
+
+def _part(part: Any) -> str:
+    """One of the parts that a message's content may be a list of, joined as chat templates join them."""
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        found = part.get("type") if isinstance(part, dict) else part
+        raise Unusable("a turn has a part that is not text", f": {str(found)[:40]!r}; pictures and sound are not read")
+    text: str = part["text"]
+    return text
+
+
+def _call(call: Any) -> str:
+    """A call of a tool as the text that a model would write: JSON of its name and arguments."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Unusable("a call of a tool has no name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):  # as OpenAI's interface gives them
+        with suppress(ValueError, RecursionError):  # a model's call may be broken; it stays as it was
+            arguments = json.loads(arguments)
+    return _json({"name": function["name"], "arguments": arguments})
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # json.dumps would build one for each call
+
+
+def _json(value: Any) -> str:
+    try:
+        return _ENCODER.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Unusable("a tool cannot be written as JSON", f": {error}") from None
+
+
+def _silent(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())

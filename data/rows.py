@@ -1,27 +1,18 @@
 """Rows become text, demonstrations, rankings and prompts; unusable ones are counted, never lost unseen."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rlhf.data import formats
 from rlhf.data.errors import DataError
-from rlhf.data.examples import Demonstration, Prompt, Ranking, ranked
-from rlhf.data.messages import (
-    Messages,
-    Unusable,
-    as_conversation,
-    as_messages,
-    as_prompt,
-    as_response,
-    as_text,
-    as_transcript,
-    awaiting_answer,
-    prompt_key,
-    prompt_text,
-)
-from rlhf.data.sources import Row, Source, Unreadable, describe, locate, read_rows
+from rlhf.data.examples import Demonstration, Prompt, Ranking, told_of_tools
+from rlhf.data.formats.unpaired import refuse_judged_bad
+from rlhf.data.messages import Messages, Unusable, prompt_key, prompt_text
+from rlhf.data.own import COLUMNS, NEEDS, OWN, PARSERS, columns_found
+from rlhf.data.report import DUPLICATE, TIED, Dropped, Report
+from rlhf.data.sources import Row, Source, Unreadable, locate, read_rows
 
 __all__ = [
     "Demonstration",
@@ -31,113 +22,21 @@ __all__ = [
     "Prompt",
     "Ranking",
     "Report",
+    "iterate",
     "load",
+    "numbered",
     "prompt_key",
     "prompt_text",
     "read_demonstrations",
     "read_prompts",
     "read_rankings",
     "read_text",
+    "refuse_losses",
 ]
 
 T = TypeVar("T")
 
-NEEDS = {
-    "text": "a column of text (named by the source's `column`)",
-    "demonstrations": "prompt and response (or completion), or messages that end with an assistant turn",
-    "preferences": "prompt, chosen and rejected, or prompt, responses and ranks (1 is best)",
-    "prompts": "prompt, or messages that end with a user turn",
-}
-# What a source's `map` can name.
-COLUMNS = (
-    "text",
-    "prompt",
-    "messages",
-    "response",
-    "completion",
-    "chosen",
-    "rejected",
-    "responses",
-    "completions",
-    "ranks",
-)
-# Columns under which rows of each kind are read without further ado; a format must need more to come before them.
-OWN: dict[str, tuple[tuple[str, ...], ...]] = {
-    "text": (),
-    "demonstrations": (("messages",), ("prompt", "response"), ("prompt", "completion")),
-    "preferences": (
-        ("prompt", "responses", "ranks"),
-        ("prompt", "completions", "ranks"),
-        ("prompt", "chosen", "rejected"),
-        ("chosen", "rejected"),
-    ),
-    "prompts": (("messages",), ("prompt",), ("chosen", "rejected")),
-}
-FIRST_FEW = 5  # row numbers kept for each reason
-# Left out without counting as bad data: such a row carries nothing that is not read elsewhere.
-BLANK, DUPLICATE, TIED = HARMLESS = "blank text", "duplicate prompt", "all answers tied"
-
-
-@dataclass
-class Dropped:
-    """How many rows one reason cost, and the numbers of the first few."""
-
-    count: int = 0
-    rows: list[int] = field(default_factory=list)
-    detail: str = ""
-    """What the first of them adds to the reason."""
-
-
-@dataclass
-class Report:
-    """What reading a source found; `rows` = `kept` + all dropped."""
-
-    kind: str
-    format: str = ""
-    rows: int = 0
-    kept: int = 0
-    dropped: dict[str, Dropped] = field(default_factory=dict)
-    dropped_ties: int = 0
-    """Equal pairs in rankings that were dropped because all their answers are tied."""
-    parts: dict[str, Dropped] = field(default_factory=dict)
-    """What was left out of rows that were kept, such as one of many rankings in a tree of answers."""
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def bad(self) -> int:
-        """Dropped rows that count against `max_dropped`."""
-        return sum(drop.count for reason, drop in self.dropped.items() if reason not in HARMLESS)
-
-    def first_bad(self) -> tuple[int, str]:
-        """The first unusable row and what is wrong with it; a harmless one only if there is no other."""
-        passed = HARMLESS if self.bad else ()
-        drops = {reason: drop for reason, drop in self.dropped.items() if reason not in passed}
-        reason, drop = min(drops.items(), key=lambda item: item[1].rows[0])
-        return drop.rows[0], reason + drop.detail
-
-    def summary(self) -> str:
-        """One line: kept n of m, with reasons and first row numbers."""
-        parts = [f"kept {self.kept} of {self.rows} rows"]
-        for reason, drop in self.dropped.items():
-            more = ", …" if drop.count > len(drop.rows) else ""
-            rows = ", ".join(map(str, drop.rows))
-            parts.append(f"{drop.count} × {reason} (row{'s' if drop.count > 1 else ''} {rows}{more})")
-        return "; ".join(parts)
-
-    def drop(self, number: int, unusable: Unusable) -> None:
-        """Count one row out."""
-        self._count(self.dropped, number, unusable)
-
-    def drop_part(self, number: int, unusable: Unusable) -> None:
-        """Count out one example of a row that may be kept for others."""
-        self._count(self.parts, number, unusable)
-
-    def _count(self, where: dict[str, Dropped], number: int, unusable: Unusable) -> None:
-        drop = where.setdefault(unusable.reason, Dropped(detail=unusable.detail))
-        drop.count += 1
-        if drop.count <= FIRST_FEW:
-            drop.rows.append(number)
-        self.dropped_ties += unusable.ties
+_WITH_PROMPTS = ("demonstrations", "preferences")  # kinds whose formats are read for their prompts, too
 
 
 @dataclass
@@ -177,8 +76,6 @@ def load(source: Source, kind: str, keep_ties: bool = False) -> Loaded[Any]:
 
     Raises DataError for a source that cannot be read at all.
     """
-    if kind not in PARSERS:
-        raise DataError(f"no kind of rows called {kind!r}; choose from {', '.join(PARSERS)}")
     report = Report(kind)
     rows = list(iterate(source, kind, report, keep_ties))
     return Loaded(rows, report)
@@ -189,46 +86,65 @@ def iterate(source: Source, kind: str, report: Report, keep_ties: bool = False) 
 
     A format that spreads an example over several rows is held in memory until all have been read.
     """
+    return (example for _, example in numbered(source, kind, report, keep_ties))
+
+
+def numbered(source: Source, kind: str, report: Report, keep_ties: bool = False) -> Iterator[tuple[int, Any]]:
+    """What `iterate` gives, each with the number of the row that it counts under."""
+    if kind not in PARSERS:
+        raise DataError(f"no kind of rows called {kind!r}; choose from {', '.join(PARSERS)}")
+    _check_format(source, kind)
     shapes: dict[str, None] = {}  # in the order met
     columns: dict[str, None] = {}
     waiting: dict[formats.Format, list[formats.Numbered]] = {}
     seen: set[str] = set()
 
-    def usable(number: int, example: Any) -> bool:
+    def refuse(example: Any) -> None:
         if isinstance(example, Unusable):
-            report.drop_part(number, example)
-            return False
+            raise example
         if kind == "prompts":
             _refuse_repeat(example.messages, seen)
         elif kind == "preferences" and not keep_ties:
             _refuse_tie(example)
-        return True
 
     for number, raw in read_rows(source):
         report.rows += 1
-        columns |= dict.fromkeys(raw) if isinstance(raw, dict) else {}
+        if source.map and isinstance(raw, dict):
+            columns |= dict.fromkeys(raw)
         try:
             if isinstance(raw, Unreadable):
                 raise Unusable(raw.reason, raw.detail)
             row = _mapped(raw, source)
+            if kind == "demonstrations":
+                refuse_judged_bad(row)
             known = _format_of(row, source, kind)
-            if known is not None and known.read_all is not None:
-                waiting.setdefault(known, []).append((number, row))
-                continue
-            shape, found = (known.name, _read(known, row, kind)) if known else PARSERS[kind](row, source)
+            if known is None:
+                shape, found = PARSERS[kind](row, source)
+            else:
+                assert isinstance(row, dict)
+                if known.read_all is not None:
+                    waiting.setdefault(known, []).append((number, row))
+                    continue
+                shape, found = known.name, _read(known, row, kind)
             examples = found if isinstance(found, list) else [found]
-            kept = [example for example in examples if usable(number, example)]
+            if isinstance(row, dict) and row.get("tools"):
+                examples = [told_of_tools(example, row["tools"]) for example in examples]
+            kept, lost = _sorted_out(examples, refuse)
             if not kept:
-                raise next((e for e in examples if isinstance(e, Unusable)), Unusable("nothing to use in it"))
+                first = lost[0] if lost else Unusable("nothing to use in it")
+                raise Unusable(first.reason, first.detail, sum(part.ties for part in lost))
+            for part in lost:
+                report.drop_part(number, part)
         except Unusable as unusable:
             report.drop(number, unusable)
         else:
             shapes[shape] = None
             report.kept += 1
-            yield from kept
+            for example in kept:
+                yield number, example
     for known, rows in waiting.items():
         shapes[known.name] = None
-        yield from _read_together(known, rows, report, usable)
+        yield from _read_together(known, rows, report, refuse, kind)
     _check_map(source, columns)
     report.format = "; ".join(shapes)
     if len(shapes) > 1:
@@ -240,10 +156,12 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
     if source.map or not isinstance(row, dict) or kind == "text":
         return None
     try:
+        if kind == "prompts" and source.format is not None:
+            kind = next(f.kind for f in formats.formats() if f.name == source.format)
         known = formats.find(kind, row, OWN[kind], source.format)
         if known is None and kind == "prompts" and not any(_has(row, shape) for shape in OWN[kind]):
-            found = (formats.find(other, row, OWN[other]) for other in ("preferences", "demonstrations"))
-            known = next((f for f in found if f is not None and f.read is not None), None)
+            found = (formats.find(other, row, OWN[other]) for other in _WITH_PROMPTS)
+            known = next((f for f in found if f is not None), None)
     except formats.AmbiguousError as error:
         names = " or ".join(error.names)
         raise DataError(
@@ -263,30 +181,48 @@ def _read(known: formats.Format, row: dict[str, Any], kind: str) -> Any:
     return [e if isinstance(e, Unusable) else Prompt(e.prompt, row) for e in examples]
 
 
+def _sorted_out(examples: list[Any], refuse: Callable[[Any], None]) -> tuple[list[Any], list[Unusable]]:
+    """The examples of a row that can be used, and what is wrong with the others."""
+    kept, lost = [], []
+    for example in examples:
+        try:
+            refuse(example)
+        except Unusable as unusable:
+            lost.append(unusable)
+        else:
+            kept.append(example)
+    return kept, lost
+
+
 def _read_together(
     known: formats.Format,
     rows: list[formats.Numbered],
     report: Report,
-    usable: Callable[[int, Any], bool],
-) -> Iterator[Any]:
+    refuse: Callable[[Any], None],
+    kind: str,
+) -> Iterator[tuple[int, Any]]:
     """The examples of rows that say something only together; a row that none of them counts under is dropped."""
     assert known.read_all is not None
-    kept, lost = set(), {}
-    for number, example in known.read_all(rows):
+    kept: set[int] = set()
+    lost: dict[int, Unusable] = {}
+    for under, example in known.read_all(rows):
+        first, *others = under if isinstance(under, tuple) else (under,)
+        if kind == "prompts" != known.kind and not isinstance(example, Unusable):
+            example = Prompt(example.prompt, dict(rows)[first])
         try:
-            if isinstance(example, Unusable):
-                raise example
-            usable(number, example)
+            refuse(example)
         except Unusable as unusable:
-            lost.setdefault(number, unusable)
+            lost.setdefault(first, unusable)
+            for number in others:  # without its ties, which count once
+                lost.setdefault(number, Unusable(unusable.reason, unusable.detail))
         else:
-            kept.add(number)
-            yield example
-    for number, unusable in lost.items():
+            kept.update((first, *others))
+            yield first, example
+    for number, why in lost.items():
         if number in kept:
-            report.drop_part(number, unusable)
+            report.drop_part(number, why)
         else:
-            report.drop(number, unusable)
+            report.drop(number, why)
     report.kept += len(rows) - len(lost.keys() - kept)
 
 
@@ -306,13 +242,24 @@ def _refuse_tie(ranking: Ranking) -> None:
         raise Unusable(TIED, ties=math.comb(len(ranking.ranks), 2))
 
 
+def _check_format(source: Source, kind: str) -> None:
+    """Refuse the name of a format that there is none of."""
+    kinds = (kind,) if kind != "prompts" else ("prompts", *_WITH_PROMPTS)
+    names = sorted({known.name for known in formats.formats() if known.kind in kinds})
+    if source.format is not None and source.map:
+        raise DataError(f"{source.path}: format and map: a map says all that a format would; leave one of them out")
+    if source.format is not None and source.format not in names:
+        found = f"no format of {kind} is called {source.format!r}; there are {', '.join(names) or 'none'}"
+        raise DataError(f"{source.path}: format: {found}")
+
+
 def _check_map(source: Source, columns: dict[str, None]) -> None:
     """Refuse a map with a name that is not ours, or with a column that is in none of the rows."""
     for name, column in source.map.items():
         if name not in COLUMNS:
             raise DataError(f"{source.path}: map: no column of ours is called {name!r}; there are {', '.join(COLUMNS)}")
         if column not in columns:
-            raise DataError(f"{source.path}: map: no column {column!r} to read as {name}{_found(columns)}")
+            raise DataError(f"{source.path}: map: no column {column!r} to read as {name}{columns_found(columns)}")
 
 
 def _mapped(row: Row, source: Source) -> Row:
@@ -321,133 +268,22 @@ def _mapped(row: Row, source: Source) -> Row:
         return row
     for name, column in source.map.items():
         if column not in row:
-            raise Unusable(f"no column {column!r} to read as {name}", _found(row))
+            raise Unusable(f"no column {column!r} to read as {name}", columns_found(row))
     return row | {name: row[column] for name, column in source.map.items()}
 
 
 def _enough(loaded: Loaded[T], source: Source, max_dropped: float) -> Loaded[T]:
+    refuse_losses(loaded.report, source, max_dropped)
+    return loaded
+
+
+def refuse_losses(report: Report, source: Source, max_dropped: float) -> None:
     """Refuse a source that lost too many rows, naming the first one and the cure."""
-    report = loaded.report
-    if loaded.rows and report.bad / report.rows <= max_dropped:
-        return loaded
+    if report.kept and report.bad / report.rows <= max_dropped:
+        return
     row, why = report.first_bad()
     found = f"{locate(source, row)}: {why}; {report.kind} need {NEEDS[report.kind]}, so named or through map"
-    if not loaded.rows:
+    if not report.kept:
         raise DataError(f"{found}. Nothing usable is left: {report.summary()}")
     share = math.ceil(100 * report.bad / report.rows) / 100
     raise DataError(f"{found}. {report.summary()}. Repair them, or set max_dropped={share:g} to go on without them")
-
-
-# -- one row: each returns (the shape it has, what it means) or raises Unusable ----------------------------
-
-
-def _parse_text(row: Row, source: Source) -> tuple[str, str]:
-    if isinstance(row, str):
-        return "text", as_text(row, "the row", empty=BLANK)
-    column = source.column
-    columns = _columns(row)
-    if column not in columns:
-        raise Unusable(f"no column {column!r}", _found(columns))
-    return column, as_text(columns[column], column, empty=BLANK)
-
-
-def _parse_prompt(row: Row, source: Source) -> tuple[str, Prompt]:
-    if isinstance(row, str):
-        return "text", Prompt(as_prompt(row), {"prompt": row})
-    columns = _columns(row)
-    if _prefers_messages(columns):
-        messages = as_messages(columns["messages"], "messages")
-        if len(messages) > 1 and messages[-1]["role"] == "assistant":  # a demonstration: its prompt
-            messages = messages[:-1]
-        return "messages", Prompt(awaiting_answer(messages), columns)
-    if "prompt" in columns:
-        return "prompt", Prompt(as_prompt(columns["prompt"]), columns)
-    if "chosen" in columns:
-        return "chosen, rejected", Prompt(_answered(columns["chosen"], "chosen")[0], columns)
-    raise Unusable("no prompt", _found(columns))
-
-
-def _parse_demonstration(row: Row, source: Source) -> tuple[str, Demonstration]:
-    columns = _columns(row)
-    if _prefers_messages(columns):
-        return "messages", Demonstration(*as_conversation(columns["messages"], "messages"))
-    if "prompt" in columns:
-        name = _first_of(columns, "response", "completion")
-        prompt = as_prompt(columns["prompt"])
-        return f"prompt, {name}", Demonstration(prompt, _response(columns, name, prompt))
-    raise Unusable("no prompt", _found(columns))
-
-
-def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
-    columns = _columns(row)
-    ranks = [1.0, 2.0]
-    if "ranks" in columns and "prompt" in columns:
-        name = _first_of(columns, "responses", "completions")
-        shape = f"prompt, {name}, ranks"
-        prompt = as_prompt(columns["prompt"])
-        responses, ranks = _ranked(columns.get(name), columns["ranks"], name, prompt)
-    elif "prompt" in columns:
-        shape = "prompt, chosen, rejected"
-        prompt = as_prompt(columns["prompt"])
-        responses = [_response(columns, name, prompt) for name in ("chosen", "rejected")]
-    elif "chosen" in columns and "rejected" in columns:
-        shape = "chosen, rejected"
-        prompt, chosen = _answered(columns["chosen"], "chosen")
-        other, rejected = _answered(columns["rejected"], "rejected")
-        if prompt_key(prompt) != prompt_key(other):
-            raise Unusable("chosen and rejected answer different prompts")
-        responses = [chosen, rejected]
-    else:
-        raise Unusable("no prompt", _found(columns))
-    return shape, ranked(prompt, responses, ranks, source=columns.get("source", ""))
-
-
-PARSERS: dict[str, Callable[[Row, Source], tuple[str, Any]]] = {
-    "text": _parse_text,
-    "demonstrations": _parse_demonstration,
-    "preferences": _parse_ranking,
-    "prompts": _parse_prompt,
-}
-
-
-def _prefers_messages(columns: dict[str, Any]) -> bool:
-    """Whether the messages tell more than the prompt beside them (ultrachat_200k: its first user turn)."""
-    if "prompt" not in columns:
-        return "messages" in columns
-    answers = (columns.get("response"), columns.get("completion"))
-    return columns.get("messages") is not None and answers == (None, None)
-
-
-def _answered(value: Any, name: str) -> tuple[Messages, str]:
-    """(prompt, response) of an answer that brings its prompt along, as messages or as a transcript."""
-    return as_transcript(value, name) if isinstance(value, str) else as_conversation(value, name)
-
-
-def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[str], list[float]]:
-    for value, column in ((values, name), (ranks, "ranks")):
-        if not isinstance(value, list):
-            raise Unusable(f"{column} is {describe(value)}, not a list")
-    if len(values) != len(ranks):
-        raise Unusable(f"{name} and ranks differ in length", f": {len(values)} and {len(ranks)}")
-    return [as_response(value, name, prompt) for value in values], ranks
-
-
-def _columns(row: Row) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise Unusable("plain text where a row with columns is needed")
-    return row
-
-
-def _first_of(columns: dict[str, Any], name: str, other: str) -> str:
-    """The name that is there; ours if neither is, so that an error asks for it."""
-    return other if other in columns and name not in columns else name
-
-
-def _response(columns: dict[str, Any], name: str, prompt: Messages) -> str:
-    if name not in columns:
-        raise Unusable("empty response", f": no column {name!r}{_found(columns)}")
-    return as_response(columns[name], name, prompt)
-
-
-def _found(columns: Iterable[str]) -> str:
-    return f" (columns found: {', '.join(map(str, columns)) or 'none'})"

@@ -3,14 +3,21 @@
 import math
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MAX_POINTS = 200  # per line; longer runs show the mean of neighbouring steps
-VARIABLES = ("muted", "grid", "one", "two", "three")  # of the page's CSS
+# matplotlib takes no CSS variables: charts are drawn in stand-ins, and the variables put in their place.
+VARIABLES = {f"#00000{digit}": name for digit, name in enumerate(("muted", "grid", "one", "two", "three"), start=1)}
+_MUTED, _GRID, *_SERIES = VARIABLES
+_STYLES: list[Any] = ["-", (0, (5, 1.5)), ":"]  # of one, two, three: told apart without colours too
 
 Line = list[tuple[float, float]]
 """Step and value, in order of steps."""
@@ -96,22 +103,76 @@ def _tick(value: float) -> str:
     return f"{value:.4g}"
 
 
+def draw_reliability(card: dict[str, Any]) -> Markup:
+    """How often the reward model orders a pair rightly, over how sure it is, before and after its temperature.
+
+    On the dotted line it is as often right as it believes; a dot is the larger the more pairs it stands for.
+    """
+
+    def plot(axes: "Axes") -> None:
+        axes.plot([0.5, 1], [0.5, 1], color=_MUTED, linewidth=1.3, linestyle=(0, (1.5, 2)))
+        names = ("reliability", "reliability_after_temperature")
+        for name, color, style in zip(names, _SERIES, _STYLES, strict=False):
+            sure, right = ([found[key] for found in card[name]] for key in ("confidence", "accuracy"))
+            total = sum(found["pairs"] for found in card[name])
+            axes.plot(sure, right, color=color, linestyle=style, linewidth=1.5)
+            axes.scatter(sure, right, [10 + 90 * found["pairs"] / total for found in card[name]], color=color)
+        axes.margins(y=0.08)
+        axes.set_xlim(0.48, 1.02)
+        axes.set_ylim(top=1.01)
+
+    return _draw(plot, "reliability")
+
+
+def draw_histogram(card: dict[str, Any]) -> Markup:
+    """How many of the best and of the worst answers have which score."""
+
+    def plot(axes: "Axes") -> None:
+        found = card["histogram"]
+        for name, color, style in zip(("chosen", "rejected"), _SERIES, _STYLES, strict=False):
+            axes.stairs(found[name], found["edges"], fill=True, color=color, alpha=0.18)
+            axes.stairs(found[name], found["edges"], color=color, linestyle=style, linewidth=1.5)
+        axes.margins(x=0.02)
+        axes.set_ylim(bottom=0)
+
+    return _draw(plot, "histogram")
+
+
 def _svg(lines: list[Line], level: float | None, salt: str) -> Markup:
-    """Values over steps. Colours are the page's own CSS variables, so that a chart follows its dark mode."""
-    from matplotlib import rc_context, ticker  # 0.6 s, which `rlhf --help` should not pay
+    """Values over steps."""
+    from matplotlib import ticker  # 0.6 s, which `rlhf --help` should not pay
+
+    def plot(axes: "Axes") -> None:
+        for line, color, style in zip(lines, _SERIES, _STYLES, strict=False):
+            steps, values = zip(*line, strict=True)
+            marker = "o" if len(line) <= 12 else ""
+            axes.plot(steps, values, color=color, linestyle=style, linewidth=1.8, marker=marker, markersize=3.5)
+        if level is not None:
+            axes.axhline(level, color=_MUTED, linewidth=1.3, linestyle=(0, (1.5, 2)))
+        axes.margins(x=0.02, y=0.08)
+        if all(0 <= y <= 1 for line in lines for _, y in line):  # a share: nothing lies above 1
+            axes.set_ylim(top=min(axes.get_ylim()[1], 1.002))
+        right = axes.get_xlim()[1]
+        axes.set_xlim(-0.02 * right, right)  # all charts of a stage begin at step 0
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
+
+    return _draw(plot, salt)
+
+
+def _draw(plot: Callable[["Axes"], None], salt: str) -> Markup:
+    """An SVG of what `plot` draws. Colours are the page's own CSS variables, so that a chart follows its dark mode."""
+    from matplotlib import rc_context, ticker
     from matplotlib.figure import Figure
 
-    # matplotlib takes no CSS variables: draw in stand-ins, then put the variables in their place.
-    muted, grid, *series = (f"#00000{digit}" for digit in range(1, 6))
     with rc_context(
         {
             "svg.fonttype": "none",  # text stays text: small, and in the page's font
             "svg.hashsalt": salt,  # ids differ between charts and not between runs
             "text.parse_math": False,
             "font.size": 9,
-            "axes.edgecolor": grid,
-            "xtick.color": muted,
-            "ytick.color": muted,
+            "axes.edgecolor": _GRID,
+            "xtick.color": _MUTED,
+            "ytick.color": _MUTED,
             "xtick.major.size": 0,
             "ytick.major.size": 0,
         }
@@ -119,35 +180,24 @@ def _svg(lines: list[Line], level: float | None, salt: str) -> Markup:
         figure = Figure(figsize=(4.4, 2.3))
         axes = figure.add_axes((0.115, 0.125, 0.865, 0.835))
         axes.spines[["top", "left", "right"]].set_visible(False)
-        axes.grid(axis="y", color=grid, linewidth=0.8)
+        axes.grid(axis="y", color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
-        for line, color, style in zip(lines, series, ["-", (0, (5, 1.5)), ":"], strict=False):
-            steps, values = zip(*line, strict=True)
-            marker = "o" if len(line) <= 12 else ""
-            axes.plot(steps, values, color=color, linestyle=style, linewidth=1.8, marker=marker, markersize=3.5)
-        if level is not None:
-            axes.axhline(level, color=muted, linewidth=1.3, linestyle=(0, (1.5, 2)))
-        axes.margins(x=0.02, y=0.08)
-        if all(0 <= y <= 1 for line in lines for _, y in line):  # a share: nothing lies above 1
-            axes.set_ylim(top=min(axes.get_ylim()[1], 1.002))
-        right = axes.get_xlim()[1]
-        axes.set_xlim(-0.02 * right, right)  # all charts of a stage begin at step 0
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
+        plot(axes)
         axes.yaxis.set_major_locator(ticker.MaxNLocator(5))
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
         buffer = StringIO()
         nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    return Markup(_for_the_page(buffer.getvalue(), dict(zip([muted, grid, *series], VARIABLES, strict=True))))
+    return Markup(_for_the_page(buffer.getvalue()))
 
 
-def _for_the_page(svg: str, variables: dict[str, str]) -> str:
+def _for_the_page(svg: str) -> str:
     """Take out what only a file of its own needs, and what would reach beyond the chart."""
     svg = svg[svg.index("<svg") :]
     head, body = svg.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)  # the page sets the size; viewBox keeps the shape
     body = re.sub(r"<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"', "<g", body)  # the same in every chart, and no one refers to them
-    for color, variable in variables.items():
+    for color, variable in VARIABLES.items():
         body = body.replace(color, f"var(--{variable})")
     return f"{head}>{body}"

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.pipeline.data_cli import data_app
 from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
+from rlhf.pipeline.tables import show_table
 
 if TYPE_CHECKING:
     from rlhf.pipeline.plan import Scope
@@ -24,7 +26,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-data_app = typer.Typer(help="Look at rows before training on them.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
 RecipeArgument = Annotated[
@@ -98,7 +99,7 @@ def plan(
     folder = run_dir or _default_run_dir(recipe)
     steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
     rows = [(s.stage, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
-    _table(("stage", "action", "folder", "why"), rows)
+    show_table(("stage", "action", "folder", "why"), rows)
     print(f"run folder: {folder}")
 
 
@@ -141,48 +142,6 @@ _stage_command("pretrain", "One stage alone: a base model from raw text.")
 _stage_command("sft", "One stage alone: fine-tune on demonstrations.")
 _stage_command("reward", "One stage alone: learn from ranked answers.")
 _stage_command("ppo", "One stage alone: PPO against a reward model.")
-
-
-@data_app.command("check")
-def data_check(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, folder, module:function or hub id.")],
-    kind: Annotated[str, typer.Option("--as", metavar="KIND", help="text, demonstrations, preferences or prompts.")],
-    mapping: Annotated[
-        list[str] | None,
-        typer.Option("--map", metavar="NAME=COLUMN", help="Which column holds NAME: prompt=question (repeatable)."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Count what rows would be used, which dropped, and why."""
-    import json
-
-    from rlhf.data.check import check
-    from rlhf.data.sources import Source
-
-    columns: dict[str, str] = {}
-    for pair in mapping or ():
-        name, _, column = pair.partition("=")
-        if not name or not column:
-            raise SettingsError(f"--map {pair}: write NAME=COLUMN, for example --map prompt=question")
-        columns[name] = column
-    text: dict[str, Any] = {"column": columns.pop("text")} if kind == "text" and "text" in columns else {}
-    found = check(Source(path=path, map=columns, **text), kind)
-    if as_json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
-    else:
-        _show_check(path, kind, found)
-    if not found["kept"]:
-        raise typer.Exit(2)
-
-
-def _show_check(path: str, kind: str, found: dict[str, Any]) -> None:
-    print(f"{path} as {kind}" + (f" ({found['format']})" if found["format"] else ""))
-    print("  ".join(f"{name} {found[name]}" for name in ("rows", "kept", "prompts", "pairs", "ties", "duplicates")))
-    for reason, drop in found["dropped"].items():
-        rows = ", ".join(map(str, drop["rows"])) + (", …" if drop["count"] > len(drop["rows"]) else "")
-        print(f"dropped {drop['count']}: {reason} (row{'s' if drop['count'] > 1 else ''} {rows})")
-    for warning in found["warnings"]:
-        print(f"warning: {warning}")
 
 
 @app.command("eval")
@@ -262,24 +221,7 @@ def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
             stage, outcome(entry), duration(entry["seconds"]),
             headline(stage, entry["metrics"]) or entry.get("message") or progress, entry["model"] or "",
         ))  # fmt: skip
-    _table(("stage", "status", "time", "result", "model"), rows)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal, aligned plain lines elsewhere."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*map(Text, row))
-        Console().print(table)
-        return
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    show_table(("stage", "status", "time", "result", "model"), rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from rlhf.data.split import train_and_eval
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.plan import Step, refuse_missing_files
 from rlhf.pipeline.recipe import Recipe, to_yaml
-from rlhf.stages.artifact import Artifact, file_digest
+from rlhf.stages.artifact import Artifact, file_digest, model_digest
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
@@ -56,6 +56,9 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say)
     for settings in to_run:
         if isinstance(settings, PPOSettings):
             settings.refuse_missing_bitsandbytes()
+        if isinstance(settings, RewardSettings):
+            for reference in settings.compare_with:
+                model_digest(reference, "reward.compare_with")  # refuses a folder that holds no model
         _refuse_bad_rows(settings, say)
     models = {Path(model) for settings in to_run for model in settings.inputs().values() if model is not None}
     for model in sorted(models):

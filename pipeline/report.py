@@ -1,5 +1,6 @@
 """report.html: one file that shows what every stage brought; `rlhf run` and `rlhf report` write it."""
 
+import json
 import math
 from dataclasses import dataclass
 from importlib.resources import files
@@ -8,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from rlhf.pipeline.charts import draw_charts
+from rlhf.pipeline.charts import draw_charts, draw_histogram, draw_reliability
 from rlhf.pipeline.summary import duration, outcome, run_status
 from rlhf.stages.artifact import Artifact, replace_text
 
@@ -60,7 +61,7 @@ def render(run_dir: str | Path) -> Path:
     recipe = run_dir / "recipe.yaml"
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(number=_number, duration=duration, clip=_clip)
+    environment.filters.update(number=_number, duration=duration, clip=_clip, percent="{:.1%}".format)
     template = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text("utf-8"))
     page = template.render(
         name=run_dir.resolve().name,
@@ -95,6 +96,7 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         "changes": _changes(name, metrics),
         "manifest": artifact.manifest if artifact and artifact.sealed else {},
         "samples": artifact.samples if artifact else [],
+        "card": _card(artifact) if artifact else None,
         **draw_charts(name, artifact.metrics if artifact else [], metrics),
     }
 
@@ -109,7 +111,25 @@ def _warnings(metrics: dict[str, Any]) -> list[str]:
     if findings := metrics.get("findings"):
         named = ", ".join(name.replace("_", " ") for name in findings)
         found.append(f"Not healthy at the end: {named}.")
+    if failed := metrics.get("gates_failed"):
+        found.append(f"PPO does not start from it: {'; '.join(failed)}.")
     return found
+
+
+def _card(artifact: Artifact) -> dict[str, Any] | None:
+    """The report card of a reward model with its drawings; None for a stage that has none, or not yet."""
+    path, worst = artifact.folder / "card.json", artifact.folder / "worst_pairs.jsonl"
+    if not artifact.sealed or not path.is_file():
+        return None
+    card: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    groups = {"length": card["by_length"], "margin": card["by_margin"], "source": card["by_source"]}
+    return card | {
+        "figures": artifact.manifest["metrics"],
+        "groups": {title: found for title, found in groups.items() if found},
+        "worst": [json.loads(line) for line in worst.read_text(encoding="utf-8").splitlines()],
+        "reliability_svg": draw_reliability(card),
+        "histogram_svg": draw_histogram(card),
+    }
 
 
 def _changes(stage: str, metrics: dict[str, Any]) -> list[dict[str, Any]]:

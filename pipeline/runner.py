@@ -8,6 +8,7 @@ from time import monotonic
 from types import FrameType
 
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.pipeline import gates
 from rlhf.pipeline.errors import RunFailed, RunStopped
 from rlhf.pipeline.launch import ERROR_LOG, handle_signals, run_stage
 from rlhf.pipeline.plan import Scope, Step, make_plan, newest_checkpoint, plan_stage
@@ -34,8 +35,8 @@ def run(
     """Run what the plan says, reuse the rest; returns the entries of summary.json.
 
     `source` is the file that the recipe was read from; it is never written over.
-    Raises RefusedError before anything is trained or written, RunFailed when a stage breaks, and RunStopped
-    (a SystemExit) after a signal; in the last two cases running again resumes.
+    Raises RefusedError before anything is trained or written, RunFailed when a stage breaks or the reward model
+    fails a gate, and RunStopped (a SystemExit) after a signal; in the last two cases running again resumes.
     """
     scope = scope or Scope()
     with ExitStack() as stack:
@@ -50,11 +51,16 @@ def run(
                 steps = make_plan(recipe, run_dir, scope)
                 refuse_foreign_files(run_dir, recipe, source)
         stack.enter_context(handle_signals(_exit_on_signal))
-        entries = _first_entries(steps, run_dir)
+        entries = _first_entries(steps, recipe, run_dir)
         changed = write_summary(run_dir, entries)  # first: it marks the folder, and the files beside it, as ours
         _write_recipe(run_dir, recipe)
         made: dict[str, Path | None] = {}
+        failed: list[str] = []
         for step in steps:
+            if step.stage == "ppo" and step.action != "skip" and "reward" in entries:
+                failed = entries["reward"].metrics.get("gates_failed", [])
+                if failed:
+                    break
             if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
                 step = plan_stage(recipe, step.stage, run_dir, made, scope) or step
             say(_describe(step))
@@ -62,12 +68,14 @@ def run(
                 _train(step, recipe, run_dir, entries, lock, say)
                 changed = True
             elif step.action == "reuse":
-                entries[step.stage] = _finished(step, run_dir, entries[step.stage])
+                entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
                 changed |= write_summary(run_dir, entries)
             if step.action != "skip":
                 made[step.stage] = step.folder
         if changed or not (run_dir / "report.html").is_file():
             _render_report(run_dir)
+    if failed:
+        raise RunFailed(gates.refusal(failed, str(run_dir / "report.html")))
     return entries
 
 
@@ -103,7 +111,7 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
             raise RunFailed(f"{stage}: ended itself with code {code}; {_how_to_go_on(folder)}") from stop
         if Artifact(folder).sealed:  # the signal came too late to interrupt it
             ended("done")
-            entries[stage] = _finished(step, run_dir, entries[stage])
+            entries[stage] = _finished(step, recipe, run_dir, entries[stage])
             write_summary(run_dir, entries)
             raise RunStopped(f"{stage}: done; stopped after it; run again to go on", int(code)) from None
         ended("stopped")
@@ -115,7 +123,7 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
         message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
         raise RunFailed(f"{stage}: {message}; {_how_to_go_on(folder)}") from error
     taken = ended("done")
-    entries[stage] = _finished(step, run_dir, entries[stage])
+    entries[stage] = _finished(step, recipe, run_dir, entries[stage])
     write_summary(run_dir, entries)
     say(f"{stage}: done in {duration(taken)}  {headline(stage, entries[stage].metrics)}".rstrip())
 
@@ -133,7 +141,7 @@ def _how_to_go_on(folder: Path, cure: str = "correct it and run again") -> str:
     return f"state is kept in {folder}{log}; {cure}: it goes on from step {step}"
 
 
-def _first_entries(steps: list[Step], run_dir: Path) -> dict[str, Entry]:
+def _first_entries(steps: list[Step], recipe: Recipe, run_dir: Path) -> dict[str, Entry]:
     """What summary.json says before the first stage starts; stages of other recipes drop out."""
     earlier = read_summary(run_dir)
     entries = {}
@@ -142,19 +150,23 @@ def _first_entries(steps: list[Step], run_dir: Path) -> dict[str, Entry]:
         same = old is not None and step.folder is not None and old.folder == step.folder.name
         entries[step.stage] = replace(old, status="planned") if old and same else Entry("planned")
         if step.action == "reuse":
-            entries[step.stage] = _finished(step, run_dir, entries[step.stage])
+            entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
     return entries
 
 
-def _finished(step: Step, run_dir: Path, old: Entry) -> Entry:
+def _finished(step: Step, recipe: Recipe, run_dir: Path, old: Entry) -> Entry:
+    """The entry of a sealed stage; a reward model is held against the recipe's bars as they are now."""
     assert step.folder is not None
     artifact = Artifact(step.folder)
+    metrics = artifact.manifest["metrics"]
+    if step.stage == "reward" and recipe.reward and (failed := gates.failures(recipe.reward, metrics)):
+        metrics = metrics | {"gates_failed": failed}
     return Entry(
         "done",
         folder=step.folder.name,
         model=artifact.model.relative_to(run_dir).as_posix(),
         seconds=old.seconds if old.folder == step.folder.name else None,
-        metrics=artifact.manifest["metrics"],
+        metrics=metrics,
     )
 
 

@@ -84,7 +84,12 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 def outcome(entry: dict[str, Any]) -> str:
     """The status of a stage in `run_status`, with what its final metrics say against it."""
-    return f"{entry['status']}, over-optimised" if entry["metrics"].get("over_optimised") else str(entry["status"])
+    against = [
+        words
+        for name, words in (("over_optimised", "over-optimised"), ("gates_failed", "gate failed"))
+        if entry["metrics"].get(name)
+    ]
+    return ", ".join([entry["status"], *against])
 
 
 def headline(stage: str, metrics: dict[str, Any]) -> str:

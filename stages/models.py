@@ -86,20 +86,29 @@ class ScalarModel(nn.Module):
         if not isinstance(getattr(classifier, "score", None), nn.Linear):
             raise RefusedError(f"{type(classifier).__name__} has no linear head named 'score'; use a decoder model")
         self.classifier = classifier
+        self.has_new_head = False
+        """Whether the head was made when the model was loaded, and has learned nothing yet."""
         rule = getattr(classifier.config, SCORE_KEYS, None) or {}
         self.pooling: str = rule.get("pooling", "last")
         self.mean: float = rule.get("mean", 0.0)
         self.std: float = rule.get("std", 1.0)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Numbers per token [B,T], from ids [B,T] and attention mask [B,T] (True where a token is)."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, with_hidden: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Numbers per token [B,T], from ids [B,T] and attention mask [B,T] (True where a token is).
+
+        With `with_hidden` also the states [B,T,d] that they were read from.
+        """
         output = self.classifier.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask.long(),
             position_ids=position_ids(attention_mask),
             use_cache=False,
         )
-        return (_scalars(self.classifier.score, output.last_hidden_state) - self.mean) / self.std  # [B,T]
+        hidden = output.last_hidden_state
+        values = (_scalars(self.classifier.score, hidden) - self.mean) / self.std  # [B,T]
+        return (values, hidden) if with_hidden else values
 
     def pool(self, values: Tensor, response_mask: Tensor) -> Tensor:
         """Scores [B] of the responses marked in `response_mask` [B,T] from the numbers per token [B,T]."""
@@ -122,8 +131,8 @@ class ScalarModel(nn.Module):
 
 
 def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bool = False) -> ScalarModel:
-    """A reward model or critic. With `new_head` the head is N(0, 1/sqrt(d + 1)) (Stiennon et al.); without, a
-    missing head is an error, since PPO against a random head optimises noise."""
+    """A reward model or critic. With `new_head` a model without a head gets one, N(0, 1/sqrt(d + 1)) (Stiennon et
+    al.); otherwise that is an error, since PPO against a random head optimises noise."""
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             reference, dtype=torch.float32, num_labels=1, output_loading_info=True
@@ -131,14 +140,16 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last for a head of several labels
         raise RefusedError(f"no sequence classifier in '{reference}': {_first_line(error)}") from error
     scalar = ScalarModel(model)
-    missing = {key for key in info["missing_keys"] if not (new_head and key.startswith("score."))}
+    headless = "score.weight" in info["missing_keys"]
+    missing = {key for key in info["missing_keys"] if not (new_head and headless and key.startswith("score."))}
     if missing:
         raise RefusedError(
             f"'{reference}' lacks the weights {sorted(missing)[:3]}; "
             "a reward model must be saved with its score head (train one with `rlhf reward`)"
         )
-    if new_head:
-        scalar.pooling, scalar.mean, scalar.std = "last", 0.0, 1.0  # a reward model may be the start; its rule is not
+    if headless:
+        scalar.has_new_head = True
+        scalar.pooling, scalar.mean, scalar.std = "last", 0.0, 1.0  # a rule without its head means nothing
         model.score = fresh_head(model.config.get_text_config().hidden_size, bias=model.score.bias is not None)
     model.config.pad_token_id = tokenizer.pad_token_id
     return scalar
@@ -203,14 +214,14 @@ class PolicyModel(nn.Module):
             use_cache=False,
         )
         hidden = output.last_hidden_state[:, -num_response:]  # [B,R,d]
-        logprobs, entropies = self._read(hidden.flatten(0, 1), input_ids[:, -num_response:], temperature, with_entropy)
+        logprobs, entropies = self.read(hidden.flatten(0, 1), input_ids[:, -num_response:], temperature, with_entropy)
         values = None if self.value_head is None else _scalars(self.value_head, hidden)
         return logprobs, entropies, values
 
-    def _read(
+    def read(
         self, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities, entropies) [B,R] from hidden states [B·R,d] and tokens [B,R]."""
+        """(log-probabilities, entropies if asked for) as `tokens` [B,R] or [N], from hidden states [B·R,d] or [N,d]."""
         head = self.model.get_output_embeddings()
         size = max(LOGITS_AT_ONCE // len(head.weight), 1)
         pieces = list(zip(hidden.split(size), tokens.flatten().split(size), strict=True))

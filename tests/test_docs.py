@@ -4,19 +4,22 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+
 from rlhf.pipeline.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_page_of_settings_is_the_one_that_the_settings_write() -> None:
-    spec = importlib.util.spec_from_file_location("make_recipes", ROOT / "docs" / "make_recipes.py")
+@pytest.mark.parametrize("name", ["recipes", "data"])
+def test_a_page_that_is_written_by_the_code_is_the_one_that_it_writes(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(f"make_{name}", ROOT / "docs" / f"make_{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8") == module.page(), "run docs/make_recipes.py"
+    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == module.page(), f"run docs/make_{name}.py"
 
 
 def test_links_between_pages_lead_somewhere() -> None:

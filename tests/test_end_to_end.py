@@ -110,6 +110,18 @@ def test_the_plan_after_a_changed_setting_names_what_would_run_and_why(home: Pat
     assert "its input reward will be new" in lines["ppo"]
 
 
+def test_a_reward_model_below_its_bar_ends_the_run_before_ppo(home: Path) -> None:
+    shutil.copytree(home / "runs" / "demo", home / "runs" / "barred")
+    command = ["run", "demo", *SMALL, "reward.min_over_longer_wins=1", "--run-dir", "runs/barred"]
+    stopped = rlhf(*command, cwd=home, code=1)
+    assert "less than reward.min_over_longer_wins 1" in stopped.stderr
+    assert stopped.stdout.count(": reuse ") == 3
+    assert "done, gate failed" in rlhf("status", "runs/barred", cwd=home).stdout
+    report = (home / "runs" / "barred" / "report.html").read_text(encoding="utf-8")
+    assert "The reward model's report card" in report
+    assert "PPO does not start from it" in report
+
+
 def readme_commands() -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]

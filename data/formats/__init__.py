@@ -9,11 +9,12 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from rlhf.data.examples import Demonstration, Prompt, Ranking
-from rlhf.data.messages import Messages, Unusable
+from rlhf.data.examples import Demonstration, Prompt, Ranking, by_score
+from rlhf.data.messages import Messages, Unusable, prompt_key
 
 Example = Ranking | Demonstration | Prompt | Messages
 Numbered = tuple[int, dict[str, Any]]
@@ -31,9 +32,9 @@ class Format:
     """What a row must have; their values may still be missing."""
     read: Callable[[dict[str, Any]], Any] | None = None
     """One row → an example, or a list of examples and of `Unusable` for its parts. Raises Unusable."""
-    read_all: Callable[[list[Numbered]], Iterable[tuple[int, Any]]] | None = None
+    read_all: Callable[[list[Numbered]], Iterable[tuple[int | tuple[int, ...], Any]]] | None = None
     """Instead of `read`, where an example is spread over several rows: all rows of the format → (number of the row
-    that it counts under, example or Unusable), each row number at least once."""
+    that it counts under, or of several; example or Unusable), each row number at least once."""
     recognises: Callable[[dict[str, Any]], bool] | None = None
     """What a row must be like beyond its columns."""
 
@@ -67,7 +68,9 @@ def find(kind: str, row: dict[str, Any], own: Iterable[tuple[str, ...]], name: s
         if known is None or not known.fits(row):
             raise Unusable(f"the row is not of the format {name}", f" (columns found: {', '.join(map(str, row))})")
         return known
-    fitting = [f for f in formats() if f.kind == kind and f.fits(row)]
+    fitting = [f for f in _with_columns(kind, tuple(row)) if f.recognises is None or f.recognises(row)]
+    if not fitting:
+        return None
     best = [f for f in fitting if not any(set(f.columns) < set(other.columns) for other in fitting)]
     shapes = [set(shape) for shape in own if all(column in row for column in shape)]
     if shapes:
@@ -77,9 +80,49 @@ def find(kind: str, row: dict[str, Any], own: Iterable[tuple[str, ...]], name: s
     return best[0] if best else None
 
 
+@lru_cache(maxsize=1024)  # rows of one source mostly have the same columns
+def _with_columns(kind: str, columns: tuple[str, ...]) -> list[Format]:
+    """The formats whose columns a row has."""
+    return [f for f in formats() if f.kind == kind and all(name in columns for name in f.columns)]
+
+
 def by_key(rows: list[Numbered], key: Callable[[dict[str, Any]], Any]) -> Iterator[list[Numbered]]:
     """Rows that belong together, in the order in which their first came."""
     groups: dict[Any, list[Numbered]] = {}
     for number, row in rows:
         groups.setdefault(key(row), []).append((number, row))
     yield from groups.values()
+
+
+class Rating(NamedTuple):
+    """One answer with its score, the higher the better."""
+
+    prompt: Messages
+    response: str
+    score: float
+    source: Any = ""
+
+
+def rated(
+    rows: list[Numbered], read: Callable[[dict[str, Any]], Rating]
+) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
+    """Rankings of rows that each hold one rating: those of one prompt together, an answer rated twice by its mean."""
+    groups: dict[str, list[tuple[int, Rating]]] = {}
+    for number, row in rows:
+        try:
+            rating = read(row)
+        except Unusable as unusable:
+            yield (number,), unusable
+        else:
+            groups.setdefault(prompt_key(rating.prompt), []).append((number, rating))
+    for group in groups.values():
+        answers: dict[str, tuple[str, list[float]]] = {}
+        for _, rating in group:
+            answers.setdefault(rating.response.strip(), (rating.response, []))[1].append(rating.score)
+        responses = [response for response, _ in answers.values()]
+        means = [fmean(scores) for _, scores in answers.values()]
+        numbers, first = tuple(number for number, _ in group), group[0][1]
+        try:
+            yield numbers, by_score(first.prompt, responses, means, first.source)
+        except Unusable as unusable:
+            yield numbers, unusable

@@ -23,9 +23,9 @@ from rlhf.data.collate import pad_right
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.tokens import encode_example
+from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, read_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.microbatches import pieces
 
 
 @dataclass

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.collate import pad_left
 from rlhf.data.rows import Prompt
 from rlhf.stages.generation import sample
+from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.microbatches import Piece, pieces
 from rlhf.stages.ppo.objective import response_mask
 from rlhf.stages.ppo.reward_models import Episodes
 from rlhf.stages.ppo.rewards import Rewards, response_texts

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf.stages.microbatches import Piece
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.microbatches import Piece
 from rlhf.stages.ppo.objective import after_the_end, gae, overlong_penalty, token_rewards, whiten
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.runtime import Runtime

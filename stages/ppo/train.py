@@ -15,12 +15,12 @@ from rlhf.data.collate import batch_indices, blocks
 from rlhf.data.rows import read_text
 from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import read_settings
+from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import check_positions, hand_over, load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Health
 from rlhf.stages.ppo.layout import described, keep_policy, load_roles, memory, prepare, put_in_place, save_critic
-from rlhf.stages.ppo.microbatches import pieces
 from rlhf.stages.ppo.objective import AdaptiveKL
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
 from rlhf.stages.ppo.rollout import Rollout, collect

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rlhf.data.collate import batch_indices
+from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.microbatches import pieces
 from rlhf.stages.ppo.objective import MAX_LOG_RATIO, kl_estimate, loss_denominator, policy_loss, value_loss
 from rlhf.stages.ppo.rollout import Rollout, response_values
 from rlhf.stages.ppo.shaping import Targets

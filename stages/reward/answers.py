@@ -36,7 +36,7 @@ def with_sampled_answers(
     if not path.exists():
         sampled = sample_answers(run, tokenizer, [row.prompt for row in [*rows, *eval_rows]])
         grown = [
-            replace(row, responses=_distinct([*row.responses, *more]), ranks=[])
+            replace(row, responses=_distinct([*row.responses, *more]), ranks=[], strengths=None)
             for row, more in zip([*rows, *eval_rows], sampled, strict=True)
         ]
         run.on_main(
@@ -88,7 +88,7 @@ def sample_answers(
 
 
 def judged(judge: str, rows: list[Ranking], noise: float, seed: int) -> list[Ranking]:
-    """The rows with ranks from the judge's qualities; rank 1 is best, equal qualities tie.
+    """The rows with ranks from the judge's qualities, which are the strengths too; rank 1 is best, equal ones tie.
 
     A share `noise` of the answers is graded blindly: with the quality of a random one, so that ties stay ties.
     """
@@ -101,7 +101,7 @@ def judged(judge: str, rows: list[Ranking], noise: float, seed: int) -> list[Ran
     for row in rows:
         own = [next(given) for _ in row.responses]
         ranks = [1.0 + sum(other > quality for other in own) for quality in own]
-        ranked.append(replace(row, ranks=ranks))
+        ranked.append(replace(row, ranks=ranks, strengths=own))
     return ranked
 
 

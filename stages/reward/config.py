@@ -13,10 +13,12 @@ class RewardSettings(StageSettings):
 
     stage: ClassVar[str] = "reward"
     code_fields: ClassVar[tuple[str, ...]] = ("judge",)
-    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {"eval_every"}
+    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {
+        "eval_every", "microbatch_tokens", "min_accuracy", "min_over_longer_wins", "compare_with",
+    }  # fmt: skip
 
     model: str | None = None
-    """Folder or hub id of the backbone; the sft stage's model by default."""
+    """Folder or hub id of the backbone; the sft stage's model by default. A reward model keeps its head."""
     data: Source
     """Rankings: rows with chosen and rejected, or K responses with their ranks."""
     eval_data: Source | None = None
@@ -39,10 +41,19 @@ class RewardSettings(StageSettings):
     """Ranking loss: mean over all pairs of a prompt (InstructGPT), listwise, or best against the rest."""
     ties: Literal["drop", "soft"] = "drop"
     """Equal ranks: no pair, or a pair with label one half."""
+    margin_scale: float = Field(0.0, ge=0)
+    """Margin of a pair per unit by which one answer's strength exceeds the other's (Llama 2); 0: no margin."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Chance that a label is wrong."""
     centering: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps scores near zero."""
+    lm_coef: float = Field(0.0, ge=0)
+    """Weight of the language-modelling loss, a mean per token, on the best answers (Secrets of RLHF)."""
+    normalise: Literal["answers", "reference", "none"] = "answers"
+    """Which training answers score 0 on average: all, the best of each prompt (as InstructGPT's demonstrations), or
+    neither: scores stay as they were learned."""
+    unit_scale: bool = True
+    """Divide normalised scores by the standard deviation over all training answers."""
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the prompts; more than one overfits with large models."""
     global_batch_size: int = Field(64, ge=1)
@@ -58,8 +69,26 @@ class RewardSettings(StageSettings):
     lora: LoraSettings | None = None
     """Train low-rank adapters and the head instead of all weights; model/ has them merged, and model/adapter/ as they
     are, for ppo's `layout: adapters`."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Tokens per forward pass on one device, padding included; prompts whose answers are of like length share one."""
     eval_every: int = Field(100, ge=1)
     """Steps between two held-out accuracies."""
+    min_accuracy: float | None = Field(None, gt=0, le=1)
+    """Held-out accuracy below which the run stops before ppo; asked anew by every run, without training again."""
+    min_over_longer_wins: float | None = Field(None, ge=0, le=1)
+    """By how much accuracy has to exceed longer_wins_accuracy, or the run stops before ppo."""
+    compare_with: list[str] = Field([])
+    """Other reward models (folders or hub ids), scored on the same held-out rankings when this one is finished; the
+    report card tells how far they agree."""
+
+    @model_validator(mode="after")
+    def _options_of_pairs(self) -> Self:
+        for name in ("margin_scale", "label_smoothing"):
+            if getattr(self, name) and self.loss != "pairs":
+                raise ValueError(f"{name} works with loss 'pairs', not with '{self.loss}'; set it to 0")
+        if self.ties == "soft" and self.loss == "plackett_luce":
+            raise ValueError("loss 'plackett_luce' works with ties 'drop' only")
+        return self
 
     @model_validator(mode="after")
     def _samples_have_a_judge(self) -> Self:

@@ -79,6 +79,11 @@ def comparable(ranks: Tensor, mask: Tensor | None = None, ties: Literal["drop", 
     return (pairs | _tied(ranks, mask) if ties == "soft" else pairs).any(dim=(1, 2))
 
 
+def margins(strengths: Tensor, scale: float) -> Tensor:
+    """By how much answer i should lead answer j [N,K,K]: `scale` per unit of its greater strength, never below 0."""
+    return scale * (strengths.unsqueeze(2) - strengths.unsqueeze(1)).clamp(min=0)
+
+
 def ranking_accuracy(scores: Tensor, ranks: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(correctly ordered pairs, pairs) over all better/worse pairs; equal scores count one half.
 

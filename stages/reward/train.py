@@ -5,34 +5,43 @@ Run by hand: `accelerate launch -m rlhf.stages.reward FOLDER`, where FOLDER hold
 
 import math
 import shutil
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.data.collate import batch_indices, pad_right
-from rlhf.data.errors import DataError
+from rlhf.data.collate import batch_indices
+from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Ranking, prompt_key, read_rankings
-from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages import adapters
 from rlhf.stages.artifact import model_digest, read_settings
-from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, save_folder
+from rlhf.stages.models import (
+    PolicyModel,
+    ScalarModel,
+    check_positions,
+    hand_over,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    save_folder,
+)
 from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate
 from rlhf.stages.reward.answers import judged, with_sampled_answers
+from rlhf.stages.reward.batches import Batch, Ranked, collate, encode_rows, padded, passes
 from rlhf.stages.reward.config import RewardSettings
-from rlhf.stages.reward.objective import comparable, ranking_accuracy, ranking_loss
+from rlhf.stages.reward.evaluate import (
+    accuracy,
+    grade,
+    longer_wins_accuracy,
+    refuse_nothing_to_measure,
+    scored,
+    scores_of_others,
+)
+from rlhf.stages.reward.objective import comparable, margins, ranking_loss
 from rlhf.stages.runtime import Runtime
-
-
-@dataclass
-class Ranked:
-    """The answers of one prompt as token ids, with their ranks."""
-
-    answers: list[Encoded]
-    ranks: list[float]
 
 
 def train(folder: str | Path) -> dict[str, Any]:
@@ -50,12 +59,13 @@ def train(folder: str | Path) -> dict[str, Any]:
         eval_rows = run.from_main(lambda: judged(judge, eval_rows, noise=0.0, seed=seed))
     data = encode_rows(run, tokenizer, rows)
     eval_data = encode_rows(run, tokenizer, eval_rows)
+    refuse_nothing_to_measure(eval_data)
+    others = scores_of_others(run, eval_data)
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(data))
     run.num_steps = math.ceil(settings.num_epochs * len(data) / batch_size)
     run.seed()  # the head is the same whether the answers were sampled now or before an interruption
-    model = load_scalar(settings.model, tokenizer, new_head=True)
-    check_positions("reward.max_length", settings.max_length, model.classifier)
-    model.pooling = settings.pooling
+    model = starting_model(run, tokenizer)
+    lm_head = language_head(settings.model, tokenizer).to(run.device) if settings.lm_coef else None
     if settings.lora:
         adapters.add_lora(model.classifier, settings.lora)
         adapters.checkpoint_trained_only(run.accelerator)
@@ -63,6 +73,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
     run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
+    if settings.margin_scale and all(row.strengths is None for row in data):
+        run.say("reward.margin_scale has no effect: no answer in the data has a strength")
     start = run.resume()
     for step in range(start, run.num_steps):
         learning_rate = learning_rate_at(
@@ -70,8 +82,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         )
         set_learning_rate(optimizer, learning_rate)
         batch = [data[i] for i in batch_indices(len(data), batch_size, step, settings.seed)]
-        loss, grad_norm = optimise(run, model, optimizer, batch, pad)
-        row = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
+        row = optimise(run, model, optimizer, batch, pad, lm_head) | {"learning_rate": learning_rate}
         done = step + 1
         evaluate_now = done % settings.eval_every == 0 or done == run.num_steps
         if evaluate_now:
@@ -79,10 +90,10 @@ def train(folder: str | Path) -> dict[str, Any]:
         run.log(done, row, force=evaluate_now)
         run.checkpoint(done)
     scorer = run.unwrap(model)
-    scorer.mean, scorer.std = score_moments(run, scorer, data, pad)
+    scorer.mean, scorer.std = normaliser(run, scorer, data, pad)
     run.on_main(lambda: save(folder, scorer, settings, tokenizer))
     metrics = {
-        "accuracy": accuracy(run, scorer, eval_data, pad),
+        **grade(run, scorer, eval_data, pad, others),
         "longer_wins_accuracy": longer_wins_accuracy(eval_data),
         "num_prompts": len(data),
         "num_eval_prompts": len(eval_data),
@@ -90,6 +101,46 @@ def train(folder: str | Path) -> dict[str, Any]:
         "score_std": scorer.std,
     }
     return run.finish(metrics, hand_over(tokenizer, scorer.classifier))
+
+
+def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase) -> ScalarModel:
+    """The backbone with a new head, or a reward model with its own; scores are not normalised while it learns."""
+    settings = run.settings
+    assert settings.model is not None
+    model = load_scalar(settings.model, tokenizer, new_head=True)
+    check_positions("reward.max_length", settings.max_length, model.classifier)
+    if not model.has_new_head:
+        run.say(f"{settings.model} is a reward model already: training goes on from its own head")
+        if model.pooling != settings.pooling:
+            run.say(
+                f"its scores were read with pooling '{model.pooling}', and are read with '{settings.pooling}' from now "
+                f"on; set reward.pooling={model.pooling} to go on as it was"
+            )
+    model.pooling, model.mean, model.std = settings.pooling, 0.0, 1.0
+    return model
+
+
+class LanguageHead(torch.nn.Module):
+    """The output embeddings of a language model without the rest of it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.config, self.embeddings = model.config, model.get_output_embeddings()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.embeddings
+
+
+def language_head(reference: str, tokenizer: PreTrainedTokenizerBase) -> PolicyModel:
+    """Reads log-probabilities from states with the output embeddings of the language model at the start.
+
+    They stay as they are and are not saved: they hold the reward model's states near what says the next token.
+    """
+    try:
+        policy = load_policy(reference, tokenizer)
+    except RefusedError as error:
+        raise RefusedError(f"reward.lm_coef: {error}") from error
+    return PolicyModel(LanguageHead(policy)).requires_grad_(False)
 
 
 def save(folder: Path, scorer: ScalarModel, settings: RewardSettings, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -114,86 +165,70 @@ def optimise(
     optimizer: torch.optim.Optimizer,
     batch: list[Ranked],
     pad: int,
-) -> tuple[float, float]:
-    """One optimiser step; every answer is read once, and each prompt weighs the same however many it has."""
+    lm_head: PolicyModel | None = None,
+) -> dict[str, float]:
+    """One optimiser step; every answer is read once, and each prompt weighs the same however many it has.
+
+    Returns the losses, that of the ranking without margins, and the gradient's norm.
+    """
     settings = run.settings
     model.train()
-    ranks, mask = padded_ranks(batch)
+    ranks, mask = padded([row.ranks for row in batch])
     num_prompts = comparable(ranks, mask, settings.ties).sum().clamp(min=1).item()  # over all processes
-    total = torch.zeros((), device=run.device)
-    rows = run.shard(list(range(len(batch))))
-    for micro in run.microbatches(rows, model):
-        scores, ranks, mask = score(model, run.unwrap(model), [batch[i] for i in micro], pad, run.device)
-        loss = ranking_loss(
-            scores, ranks, mask, settings.loss, settings.ties,
-            label_smoothing=settings.label_smoothing, centering=settings.centering, num_prompts=num_prompts,
-        )  # fmt: skip
+    num_tokens = sum(row.num_best_tokens for row in batch)  # likewise
+    of_ranking = partial(
+        ranking_loss, loss=settings.loss, ties=settings.ties, label_smoothing=settings.label_smoothing,
+        centering=settings.centering, num_prompts=num_prompts,
+    )  # fmt: skip
+    totals = torch.zeros(2, device=run.device)
+    mine = run.shard(list(range(len(batch))))
+    for rows in run.accumulate(passes(settings, batch, mine), model):
+        part = collate([batch[i] for i in rows], pad, run.device)
+        lm_loss = torch.zeros((), device=run.device)
+        if lm_head is None:
+            values = model(part.ids, part.attention)
+        else:
+            values, hidden = model(part.ids, part.attention, with_hidden=True)
+            lm_loss = language_loss(lm_head, hidden, part, num_tokens)
+        scores = part.by_prompt(run.unwrap(model).pool(values, part.response))
+        plain = loss = of_ranking(scores, part.ranks, part.mask)
+        if settings.margin_scale:
+            loss = of_ranking(scores, part.ranks, part.mask, margin=margins(part.strengths, settings.margin_scale))
+        loss = loss + settings.lm_coef * lm_loss
         run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
-        total += loss.detach()
-    run.count_tokens(sum(len(answer.input_ids) for i in rows for answer in batch[i].answers))
+        totals += torch.stack([plain.detach(), lm_loss.detach()])
+    run.count_tokens(sum(len(answer.input_ids) for i in mine for answer in batch[i].answers))
     grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return run.sum(total).item(), float(grad_norm)
+    of_ranks, of_language = run.sum(totals).tolist()
+    found = {"loss": of_ranks, "grad_norm": float(grad_norm)}
+    return found if lm_head is None else found | {"lm_loss": of_language}
 
 
-def score(
-    model: torch.nn.Module, reader: ScalarModel, batch: list[Ranked], pad: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, ranks and mask [N,K] of N prompts. `model` may be wrapped; `reader` knows how to pool."""
-    answers = [answer for row in batch for answer in row.answers]
-    ids, attention = (x.to(device) for x in pad_right([a.input_ids for a in answers], pad))  # [N·K,T]
-    starts = torch.tensor([a.prompt_length for a in answers], device=device)
-    response = attention & (torch.arange(ids.shape[1], device=device) >= starts[:, None])
-    flat = reader.pool(model(ids, attention), response)
-    ranks, mask = (x.to(device) for x in padded_ranks(batch))
-    return torch.zeros_like(ranks).masked_scatter(mask, flat), ranks, mask
+def language_loss(lm_head: PolicyModel, hidden: Tensor, part: Batch, num_tokens: int) -> Tensor:
+    """Language-modelling loss on the best answers, from states [A,T,d]; a mean over the `num_tokens` of the step."""
+    counted = part.response[:, 1:] & part.best[:, None]  # the state before a token judges it
+    logprobs, _ = lm_head.read(hidden[:, :-1][counted], part.ids[:, 1:][counted], 1.0, with_entropy=False)
+    return -logprobs.sum() / num_tokens
 
 
-def padded_ranks(batch: list[Ranked]) -> tuple[Tensor, Tensor]:
-    """Ranks and mask [N,K], K being the most answers that a prompt has."""
-    width = max(len(row.ranks) for row in batch)
-    ranks = torch.tensor([row.ranks + [0.0] * (width - len(row.ranks)) for row in batch])
-    return ranks, torch.arange(width) < torch.tensor([len(row.ranks) for row in batch])[:, None]
-
-
-@torch.no_grad()
-def accuracy(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int) -> float:
-    """Share of held-out pairs in the right order, each counted once; equal scores count one half."""
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64)
-    for rows in run.chunks(len(data), run.settings.global_batch_size):
-        scores, ranks, mask = score(model, model, [data[i] for i in rows], pad, run.device)
-        if not scores.isfinite().all():
-            raise RuntimeError("scores are no numbers any more: training diverged; lower reward.learning_rate")
-        total += torch.stack(ranking_accuracy(scores, ranks, mask)).cpu()
-    correct, pairs = run.sum(total).tolist()
-    return correct / pairs
-
-
-def longer_wins_accuracy(data: list[Ranked]) -> float:
-    """What always preferring the longer answer would reach on the same pairs: the figure to beat."""
-    ranks, mask = padded_ranks(data)
-    lengths = [float(len(a.input_ids) - a.prompt_length) for row in data for a in row.answers]
-    scores = torch.zeros_like(ranks).masked_scatter(mask, torch.tensor(lengths))
-    correct, pairs = ranking_accuracy(scores, ranks, mask)
-    return (correct / pairs).item()
-
-
-@torch.no_grad()
-def score_moments(
-    run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int
-) -> tuple[float, float]:
-    """Mean and standard deviation of the scores of the training answers, which become 0 and 1."""
-    model.eval()
-    total = torch.zeros(3, dtype=torch.float64)
-    for rows in run.chunks(len(data), run.settings.global_batch_size):
-        scores, _, mask = score(model, model, [data[i] for i in rows], pad, run.device)
-        kept = scores[mask].cpu().double()
-        total += torch.stack([kept.sum(), kept.square().sum(), torch.tensor(float(len(kept)))])
-    first, second, count = run.sum(total).tolist()
+def normaliser(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int) -> tuple[float, float]:
+    """What becomes 0, and what 1: by `normalise` the mean score of all training answers or of each prompt's best,
+    and by `unit_scale` the standard deviation of all."""
+    settings = run.settings
+    if settings.normalise == "none":
+        return 0.0, 1.0
+    total = torch.zeros(5, dtype=torch.float64)
+    for _, scores, part in scored(run, model, data, pad):
+        kept = scores[part.mask].cpu().double()
+        best = kept[part.best.cpu()]
+        counts = torch.tensor([float(len(kept)), float(len(best))])
+        total += torch.stack([kept.sum(), kept.square().sum(), best.sum(), *counts])
+    first, second, of_best, count, num_best = run.sum(total).tolist()
     mean = first / count
-    return mean, max(second / count - mean**2, 1e-12) ** 0.5
+    std = max(second / count - mean**2, 1e-12) ** 0.5
+    return of_best / num_best if settings.normalise == "reference" else mean, std if settings.unit_scale else 1.0
 
 
 def read_rows(run: Runtime[RewardSettings]) -> tuple[list[Ranking], list[Ranking]]:
@@ -203,30 +238,3 @@ def read_rows(run: Runtime[RewardSettings]) -> tuple[list[Ranking], list[Ranking
     rows = read_rankings(settings.data, settings.max_dropped, keep_ties).rows
     given = read_rankings(settings.eval_data, settings.max_dropped, keep_ties).rows if settings.eval_data else None
     return run.split(rows, given, lambda row: prompt_key(row.prompt))
-
-
-def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking]) -> list[Ranked]:
-    """Token ids of the answers that fit; answers left out are counted aloud."""
-    settings = run.settings
-    kept, too_long, same = [], 0, 0
-    for row in rows:
-        ranked = Ranked([], [])
-        for response, rank in zip(row.responses, row.ranks, strict=True):
-            encoded = encode_example(tokenizer, row.prompt, response, settings.max_length)
-            if encoded is None:
-                too_long += 1
-            elif encoded in ranked.answers:
-                same += 1  # the same ids under another rank would only teach noise
-            else:
-                ranked.answers.append(encoded)
-                ranked.ranks.append(float(rank))
-        if len(set(ranked.ranks)) > 1 or (settings.ties == "soft" and len(ranked.ranks) > 1):
-            kept.append(ranked)
-    if too_long or same:
-        run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
-    if not kept:
-        reason = "raise reward.max_length" if too_long else "the judge or the ranks hold all answers to be equal"
-        raise DataError(f"reward.data: no prompt keeps two answers of different rank; {reason}")
-    if len(kept) < len(rows):
-        run.say(f"left out {len(rows) - len(kept)} of {len(rows)} prompts with nothing to compare")
-    return kept

@@ -246,7 +246,7 @@ def test_a_text_file_is_no_set_of_prompts(tmp_path: Path) -> None:
         ({"prompt": "y", "response": {"a": 1}}, "response is an object, not text"),
         ({"prompt": "y", "response": ["x"]}, "response is a list, not text"),
         ({"prompt": "y", "response": "\ud83d"}, "response holds half a character (a lone surrogate)"),
-        ({"question": "y", "answer": "x"}, "no prompt"),
+        ({"topic": "y", "answer": "x"}, "no prompt"),
         ("y", "plain text where a row with columns is needed"),
         ({"messages": "y"}, "messages is text, not a list of messages"),
         (
@@ -255,7 +255,7 @@ def test_a_text_file_is_no_set_of_prompts(tmp_path: Path) -> None:
         ),
         ({"messages": [user("x"), assistant(None)]}, "empty response"),
         ({"messages": [user("x"), assistant(None), user("y"), assistant("z")]}, "empty assistant turn"),
-        ({"messages": [{"role": "human", "content": "x"}, assistant("y")]}, "unknown role"),
+        ({"messages": [{"role": "narrator", "content": "x"}, assistant("y")]}, "unknown role"),
         (
             {"messages": [{"from": "human"}, assistant("y")]},
             "messages holds something that is not a message with role and content",

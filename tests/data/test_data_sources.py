@@ -76,7 +76,10 @@ def test_csv_takes_a_cell_longer_than_the_default_limit(tmp_path: Path) -> None:
 def test_a_csv_row_with_another_number_of_cells_is_unreadable(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text("a,b\n1,2\n1,2,3\n")
-    assert rows_of(file)[1] == (2, Unreadable("wrong number of cells", ": 3 cells under 2 column names"))
+    assert rows_of(file)[1] == (
+        2,
+        Unreadable("wrong number of cells", ": 3 cells under 2 column names (ends on line 3)"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,46 @@ def test_a_table_that_cannot_be_trusted_is_refused(tmp_path: Path, content: str,
     file.write_text(content)
     with pytest.raises(DataError, match=message):
         rows_of(file)
+
+
+def test_csv_rows_are_records_and_a_bad_one_says_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('a,b\n"1\n\n1",2\n\n1,2,"3\n3"\n')
+    assert rows_of(file) == [
+        (1, {"a": "1\n\n1", "b": "2"}),
+        (2, Unreadable("wrong number of cells", ": 3 cells under 2 column names (ends on line 7)")),
+    ]
+
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+def test_a_bare_list_of_messages_is_a_row(tmp_path: Path) -> None:
+    spoken = [{"from": "human", "value": "Hi"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(TURNS) + "\n" + json.dumps(spoken) + "\n[]\n" + '[{"a": 1}]')
+    assert rows_of(tmp_path / "a.jsonl") == [
+        (1, {"messages": TURNS}),
+        (2, {"messages": spoken}),
+        (3, Unreadable("the row is a list, not an object")),
+        (4, Unreadable("the row is a list, not an object")),
+    ]
+    (tmp_path / "a.json").write_text(json.dumps([TURNS, TURNS]))
+    assert rows_of(tmp_path / "a.json") == [(1, {"messages": TURNS}), (2, {"messages": TURNS})]
+
+
+def zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    packed: bytes = pyarrow.compress(content, codec="zstd", asbytes=True)
+    return packed
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.json.ZST", "a.csv.zst", "a.txt.zst"])
+def test_zst_is_unpacked_frame_after_frame(tmp_path: Path, name: str) -> None:
+    content = b"text\n" if ".csv" in name else b""
+    content += {"jsonl": b'{"text": "a"}', "json": b'{"text": "a"}', "csv": b"a", "txt": b"a"}[name.split(".")[1]]
+    (tmp_path / name).write_bytes(zstd(content[:3]) + zstd(content[3:]))
+    assert rows_of(tmp_path / name) == rows_of(tmp_path) == [(1, {"text": "a"})]
 
 
 def test_tsv_parquet_and_gz_give_the_same_rows(tmp_path: Path) -> None:
@@ -132,6 +175,21 @@ def test_an_empty_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(DataError, match=f"{name}: it is empty"):
         rows_of(tmp_path / name)
+
+
+def test_an_empty_packed_file_is_refused(tmp_path: Path) -> None:
+    for name, content in (("a.jsonl.gz", gzip.compress(b"")), ("a.jsonl.zst", zstd(b""))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name}: it is empty"):
+            rows_of(tmp_path / name)
+
+
+def test_a_file_that_ends_too_early_or_is_not_packed_is_refused(tmp_path: Path) -> None:
+    whole = zstd(b'{"text": "a"}\n' * 9)
+    for content in (whole[:-4], b"not packed", b'{"text": "a"}\n'):
+        (tmp_path / "a.jsonl.zst").write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst: cannot be read"):
+            rows_of(tmp_path / "a.jsonl.zst")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +252,70 @@ def test_a_hub_id_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert rows_of("owner/set-v1.0", name="en", split="test", revision="abc") == [(1, {"prompt": "p"})]
-    assert asked == [(("owner/set-v1.0", "en"), {"split": "test", "revision": "abc"})]
+    assert asked == [(("owner/set-v1.0", "en"), {"split": "test", "revision": "abc", "streaming": False})]
+    rows_of("owner/set", streaming=True)
+    assert asked[1][1]["streaming"] is True
+
+
+def test_a_stream_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(*args: Any, **settings: Any) -> Any:
+        yield {"prompt": "p"}
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"owner/set: .*gone"):
+        rows_of("owner/set", streaming=True)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A data set with two splits, as `datasets` writes it."""
+    import datasets
+
+    splits = {name: datasets.Dataset.from_list([{"text": f"{name} {n}"} for n in (1, 2)]) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_a_saved_data_set_gives_the_rows_of_its_split(saved: Path) -> None:
+    assert rows_of(saved) == [(1, {"text": "train 1"}), (2, {"text": "train 2"})]
+    assert rows_of(saved, split="test") == rows_of(saved / "test") == [(1, {"text": "test 1"}), (2, {"text": "test 2"})]
+    assert locate(Source(path=str(saved)), 2) == f"{saved} row 2"
+    for ask in (rows_of, lambda path, **how: digest(Source(path=str(path), **how))):
+        with pytest.raises(DataError, match=r"saved: no split 'dev'; it has test, train; set split"):
+            ask(saved, split="dev")
+
+
+def test_a_folder_with_a_file_of_that_name_alone_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"text": "a"}')
+    assert rows_of(tmp_path) == [(1, {"text": "a"})]
+
+
+def test_a_saved_data_set_gives_python_values_whatever_its_format(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"a": [1, 2], "b": "x"}]).with_format("numpy", columns=["a"]).save_to_disk(tmp_path)
+    assert rows_of(tmp_path) == [(1, {"a": [1, 2], "b": "x"})]
+
+
+def test_a_saved_data_set_that_is_damaged_is_named(saved: Path) -> None:
+    (saved / "train" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(DataError, match="saved: cannot be read as a saved data set"):
+        rows_of(saved)
+
+
+def test_the_digest_of_a_saved_data_set_sees_its_rows_and_no_other_split(saved: Path) -> None:
+    import datasets
+
+    train, test = (digest(Source(path=str(saved), split=split)) for split in ("train", "test"))
+    assert train != test
+    (saved / "test" / "data-00000-of-00001.arrow").unlink()
+    assert digest(Source(path=str(saved))) == train
+    other = datasets.Dataset.from_list([{"text": "train 1"}, {"text": "train 3"}])
+    other.save_to_disk(saved.parent / "other")
+    assert digest(Source(path=str(saved.parent / "other"))) != train
 
 
 def test_a_hub_failure_says_both_that_no_file_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

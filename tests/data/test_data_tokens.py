@@ -195,8 +195,16 @@ def test_a_system_message_is_never_lost_in_silence(build_tokenizer: Any) -> None
 def test_our_templates_refuse_roles_they_do_not_know(build_tokenizer: Any, roles: bool) -> None:
     tokenizer = build_tokenizer(roles=roles)
     ensure_chat_template(tokenizer)
-    with pytest.raises(DataError, match="no such role here: 'tool'"):
-        encode_prompt(tokenizer, [{"role": "tool", "content": "5C"}])
+    with pytest.raises(DataError, match="no such role here: 'critic'"):
+        encode_prompt(tokenizer, [{"role": "critic", "content": "5C"}])
+
+
+@pytest.mark.parametrize(("roles", "written"), [(True, "<|user|>5C<|assistant|>"), (False, "Tool: 5C\nAssistant:")])
+def test_our_templates_write_a_tools_turn(build_tokenizer: Any, roles: bool, written: str) -> None:
+    tokenizer = build_tokenizer(roles=roles)
+    ensure_chat_template(tokenizer)
+    messages = [{"role": "tool", "content": "5C"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).endswith(written)
 
 
 def test_documents_become_one_stream_with_eos_after_each(tokenizer: Any) -> None:

@@ -46,7 +46,7 @@ def test_utf_16_is_named(tmp_path: Path, name: str, encoding: str) -> None:
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path, name: str) -> None:
     content = b"PK\x03\x04\x14\x00\xff"
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(DataError, match=rf"{name}: it is not text \(byte 5 is zero\); known are .jsonl"):
+    with pytest.raises(DataError, match=rf"{name}: it is not text \(byte 5 is zero\); .*\.jsonl.* \.gz or"):
         rows_of(tmp_path / name)
 
 
@@ -84,6 +84,32 @@ def test_a_broken_object_over_several_lines_is_one_error(tmp_path: Path) -> None
     (tmp_path / "a.json").write_text('{\n  "prompt": "p",\n  "response" "r"\n}\n')
     with pytest.raises(DataError, match=r"a\.json line 3: broken JSON, column 14: Expecting ':' delimiter"):
         rows_of(tmp_path / "a.json")
+
+
+def test_the_first_byte_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    latin = "prompt,response\ncafé,x\n".encode("latin-1")  # é is byte 19, counted from 0
+    for name in ("a.csv", "a.txt", "a.json"):
+        (tmp_path / name).write_bytes(latin)
+        with pytest.raises(DataError, match=rf"{name}: byte 19 is not UTF-8; save the file as UTF-8"):
+            rows_of(tmp_path / name)
+    (tmp_path / "a.jsonl").write_bytes('{"a": "x"}\n{"a": "é"}\n'.encode("latin-1"))
+    assert rows_of(tmp_path / "a.jsonl") == [
+        (1, {"a": "x"}),
+        (2, Unreadable("not UTF-8", ", byte 8 of the line")),
+    ]
+
+
+def test_a_text_of_a_parquet_file_that_is_no_utf_8_costs_its_row_alone(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.array([b"one", b"tw\xff", b"three"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    assert rows_of(tmp_path / "a.parquet") == [
+        (1, {"text": "one"}),
+        (2, Unreadable("not UTF-8", ", byte 3 of a text")),
+        (3, {"text": "three"}),
+    ]
 
 
 def test_a_table_with_semicolons_is_named(tmp_path: Path) -> None:

@@ -144,16 +144,20 @@ IGNORES_SYSTEM = """{%- for message in messages if message.role != 'system' -%}
 def test_a11_conversations_that_do_not_end_with_an_answer_are_no_demonstrations() -> None:
     assert dropped(case("A11_roles.jsonl"), "demonstrations") == {
         "the last turn of messages is not the assistant's": [4],
-        "empty assistant turn": [5],
     }
+    called = read_demonstrations(case("A11_roles.jsonl"), max_dropped=0.4).rows[-1]
+    assert prompt_text(called.prompt) == (
+        'user: weather?\nassistant: {"name": "get", "arguments": {"c": "Oslo"}}\ntool: 5C'
+    )
+    assert called.response == "5 C"
 
 
 @pytest.mark.parametrize(
     ("template", "refused"),
     [
-        (STRICT, ["System role not supported", "Roles must alternate", "Roles must alternate"]),
-        (IGNORES_SYSTEM, ["leaves the system message out", "", ""]),
-        (None, ["", "", ""]),
+        (STRICT, ["System role not supported", *["Roles must alternate"] * 3]),
+        (IGNORES_SYSTEM, ["leaves the system message out", "", "", ""]),
+        (None, ["", "", "", ""]),
     ],
 )
 def test_a11_a_template_refuses_by_name_or_keeps_every_word(
@@ -232,7 +236,7 @@ def test_columns_of_other_names_are_read_through_a_map() -> None:
 
 
 def test_labelled_answers_are_no_pairs() -> None:
-    with pytest.raises(DataError, match=r"no prompt \(columns found: messages, label\)"):
+    with pytest.raises(DataError, match="one answer that was judged good or bad, with none to compare; rankings need two"):
         read_rankings(data("preferences/lf_kto_en_demo.json"))
 
 

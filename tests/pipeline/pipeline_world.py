@@ -18,6 +18,8 @@ class FakeStages:
         self.trained: list[str] = []
         self.in_stage: dict[str, Callable[[Path], None]] = {}
         """Called before a stage would be sealed."""
+        self.metrics: dict[str, dict[str, float]] = {}
+        """Final metrics of a stage beside its loss."""
         self.reports = 0
 
     def train(self, stage: str, folder: Path) -> None:
@@ -29,7 +31,7 @@ class FakeStages:
             self.in_stage[stage](folder)
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "config.json").write_text(json.dumps({"made_by": identity.key}))
-        seal(folder, identity, {"loss": 1.5}, 1, {})
+        seal(folder, identity, {"loss": 1.5, **self.metrics.get(stage, {})}, 1, {})
         (folder / "status.json").write_text('{"state": "done", "step": 10, "steps": 10, "message": ""}')
 
     def render(self, run_dir: Path) -> Path:

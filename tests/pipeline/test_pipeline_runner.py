@@ -105,6 +105,7 @@ def test_a_rerun_that_gives_the_same_model_lets_the_rest_be_reused(world: Path, 
         ("ppo.data=nowhere.jsonl", "no such file"),
         ("ppo.judge=nowhere:judge", "nowhere:judge"),
         ("ppo.reward_model=./nowhere", "ppo.reward_model: no folder './nowhere'"),
+        ("reward.compare_with=[./nowhere]", "reward.compare_with: no folder './nowhere'"),
         ("accelerate_config=nowhere.yaml", "accelerate_config: no file 'nowhere.yaml'"),
     ],
 )

@@ -53,6 +53,48 @@ def make_run(folder: Path, stages: list[str], samples: list[dict[str, Any]] | No
     return folder
 
 
+CARD: dict[str, Any] = {
+    "num_pairs": 1234,
+    "num_prompts": 250,
+    "by_length": [
+        {"name": "better answer longer", "pairs": 800, "accuracy": 0.9},
+        {"name": "better answer shorter", "pairs": 434, "accuracy": 0.55},
+    ],
+    "by_margin": [],
+    "by_source": [{"name": "<forum>", "pairs": 1000, "accuracy": 0.7}, {"name": "web", "pairs": 234, "accuracy": 1.0}],
+    "reliability": [
+        {"confidence": 0.6, "accuracy": 0.55, "pairs": 400},
+        {"confidence": 0.9, "accuracy": 0.8, "pairs": 834},
+    ],
+    "reliability_after_temperature": [{"confidence": 0.72, "accuracy": 0.719, "pairs": 1234}],
+    "histogram": {"edges": [-2.0, 0.0, 2.0], "chosen": [50, 200], "rejected": [180, 70]},
+}
+FIGURES = {
+    "accuracy": 0.7189, "prompt_accuracy": 0.7, "longer_wins_accuracy": 0.571, "ece": 0.0812, "temperature": 1.62,
+    "ece_after_temperature": 0.0123, "chosen_mean": 0.41, "rejected_mean": -0.52,
+}  # fmt: skip
+WORST = {
+    "prompt": "What does a fox eat?",
+    "better": "Mice <b>and</b> berries.",
+    "better_score": -1.5,
+    "better_rank": 1.0,
+    "worse": "No idea.",
+    "worse_score": 2.25,
+    "worse_rank": 2.5,
+}
+
+
+def make_graded(folder: Path, worst: list[dict[str, Any]], **more: Any) -> Path:
+    """A run of the reward model alone with a report card."""
+    run_dir = make_run(folder, ["reward"])
+    artifact = run_dir / "reward-0123abcd"
+    manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
+    (artifact / "manifest.json").write_text(json.dumps(manifest | {"metrics": FIGURES}), encoding="utf-8")
+    (artifact / "card.json").write_text(json.dumps(CARD | more), encoding="utf-8")
+    write_lines(artifact / "worst_pairs.jsonl", worst)
+    return run_dir
+
+
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -116,6 +158,55 @@ def test_a_healthy_run_shows_no_warning(tmp_path: Path) -> None:
     html = page(make_ppo(tmp_path / "run", over_optimised=False, findings=[]))
     assert "⚠" not in html
     assert "over_optimised no findings none" in words(html)
+
+
+def test_the_report_card_shows_accuracies_calibration_and_the_worst_pairs(tmp_path: Path) -> None:
+    html = page(make_graded(tmp_path / "run", [WORST]))
+    shown = words(html)
+    assert (
+        "Of 1,234 pairs of held-out answers to 250 prompts, the model gives the higher score to the better answer in "
+        "71.9% ; averaged prompt by prompt, in 70.0% . Always preferring the longer answer would reach 57.1%."
+    ) in shown
+    assert "as trained, calibration error 0.0812 at temperature 1.62 0.0123 as right as it is sure" in shown
+    assert "best of a prompt, mean 0.410 worst, mean -0.520" in shown
+    assert "by length pairs accuracy better answer longer 800 90.0% better answer shorter 434 55.0%" in shown
+    assert "by source pairs accuracy &lt;forum&gt; 1,000 70.0% web 234 100.0%" in shown
+    assert "by how much better" not in shown  # no strengths are known
+    assert "several reward models" not in shown
+    assert "The 1 pair it is most wrong about" in shown
+    assert (
+        "What does a fox eat? Better, rank 1 score -1.50 Mice &lt;b&gt;and&lt;/b&gt; berries. "
+        "Worse, rank 2.5 score 2.25 No idea."
+    ) in shown
+    assert html.count("<figure") == 4  # loss, accuracy, reliability, scores
+
+
+def test_other_reward_models_stand_beside_with_how_far_they_agree(tmp_path: Path) -> None:
+    compared = [{"model": "other/model", "accuracy": 0.65}]
+    agreement = {"all_agree": 0.8, "mean_pairwise": 0.85, "score_std": 0.25}
+    shown = words(page(make_graded(tmp_path / "run", [], compared=compared, agreement=agreement)))
+    assert (
+        "several reward models on the same pairs accuracy other/model 65.0% pairs that all models order alike 80.0%"
+        in shown
+    )
+    assert "most wrong about" not in shown
+
+
+def test_a_card_of_a_stage_that_is_not_sealed_is_not_shown(tmp_path: Path) -> None:
+    run_dir = make_graded(tmp_path / "run", [WORST])
+    (run_dir / "reward-0123abcd" / "manifest.json").unlink()
+    assert "report card" not in page(run_dir)
+
+
+def test_a_failed_gate_is_told_at_the_top_and_at_its_stage(tmp_path: Path) -> None:
+    run_dir = make_graded(tmp_path / "run", [])
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    failed = "held-out accuracy 0.72 is below reward.min_accuracy 0.8"
+    summary["stages"]["reward"]["metrics"]["gates_failed"] = [failed]
+    (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    top, stages = words(page(run_dir)).split(" Stages Stage Status ")
+    assert f"⚠ Reward model: PPO does not start from it: {failed}." in top
+    assert f"Reward model done, gate failed 12.5 s ⚠ PPO does not start from it: {failed}." in stages
 
 
 def test_true_quality_is_drawn_from_where_sft_stood(tmp_path: Path) -> None:

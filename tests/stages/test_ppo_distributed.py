@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rlhf.data.rows import Prompt
 from rlhf.stages.artifact import Artifact
+from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_tokenizer
 from rlhf.stages.ppo import rollout as rollout_module
 from rlhf.stages.ppo.evaluate import Evaluator
-from rlhf.stages.ppo.microbatches import Piece
 from rlhf.stages.ppo.rewards import load_rewards
 from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets
 from rlhf.stages.ppo.train import rollout_stats

@@ -11,9 +11,9 @@ from ppo_world import LENGTHS, World, flat, make_targets, model_folders, setting
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo import update as update_module
-from rlhf.stages.ppo.microbatches import Piece
 from rlhf.stages.ppo.objective import policy_loss
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.ppo.shaping import Targets

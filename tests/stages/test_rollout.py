@@ -10,9 +10,9 @@ import torch
 from stages_world import byte_tokenizer, tiny_policy
 
 from rlhf.data.rows import Prompt
+from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_scalar
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.microbatches import Piece
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values

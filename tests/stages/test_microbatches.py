@@ -12,8 +12,8 @@ import pytest
 import torch
 from ppo_world import LENGTHS, PROMPTS, World, make_targets, model_folders, settings
 
-from rlhf.stages.ppo import microbatches
-from rlhf.stages.ppo.microbatches import PASS_TOKENS, Piece, pieces
+from rlhf.stages import microbatches
+from rlhf.stages.microbatches import PASS_TOKENS, Piece, pieces
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.ppo.shaping import Targets, targets
 from rlhf.stages.ppo.update import Ratios
@@ -42,6 +42,25 @@ def test_rows_of_equal_length_stay_together_in_their_order() -> None:
 
 def test_only_the_rows_that_are_asked_for_are_cut() -> None:
     assert pieces([1, 2, 3, 4], [5, 5, 5, 5], rows=[2, 0]) == [Piece([2, 0], 3, 5)]
+
+
+def test_rows_of_several_texts_are_cut_by_a_budget_of_tokens_and_one_beyond_it_is_read_alone() -> None:
+    lengths, num_texts = [10, 10, 10, 30, 10], [2, 3, 4, 4, 2]
+    # Row 3 has 120 tokens; of the others 2 + 3 and 4 + 2 texts of 10 fit into 60.
+    found = pieces([0] * 5, lengths, num_texts=num_texts, max_tokens=60)
+    assert found == [Piece([3], 0, 30), Piece([0, 1], 0, 10), Piece([2, 4], 0, 10)]
+    # Without a budget all together cost 128 + 15 · 30 = 578, the long ones alone 2 · 128 + 4 · 30 + 11 · 10 = 486.
+    assert pieces([0] * 5, lengths, num_texts=num_texts) == [Piece([3], 0, 30), Piece([0, 1, 2, 4], 0, 10)]
+
+
+@pytest.mark.parametrize("budget", [1, 500, 2000])
+def test_no_piece_of_several_rows_has_more_tokens_than_the_budget(budget: int) -> None:
+    for seed in range(10):
+        prompts, responses = drawn(seed, 17)
+        found = pieces(prompts, responses, max_tokens=budget)
+        assert sorted(row for piece in found for row in piece.rows) == list(range(17))
+        sizes = [(len(piece.rows), len(piece.rows) * (piece.num_prompt + piece.num_response)) for piece in found]
+        assert all(tokens <= budget or rows == 1 for rows, tokens in sizes)
 
 
 def drawn(seed: int, num: int, longest: int = 400) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Microbatches of episodes of about equal length, so that little of what the models read is padding."""
+"""Microbatches of texts of about equal length, so that little of what the models read is padding."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ lies between 40 and 2000, and little depends on it."""
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a rollout, and how many columns of prompt and response any of them needs."""
+    """Rows that are read together, and how many columns of prompt and response any of them needs."""
 
     rows: list[int]
     num_prompt: int
@@ -34,22 +34,29 @@ def pieces(
     response_lengths: Sequence[int],
     max_rows: int | None = None,
     rows: Sequence[int] | None = None,
+    num_texts: Sequence[int] | None = None,
+    max_tokens: int | None = None,
 ) -> list[Piece]:
-    """Cut `rows` (all by default) into pieces of at most `max_rows`, longest rows first.
+    """Cut `rows` (all by default) into pieces of at most `max_rows` and `max_tokens`, longest rows first.
 
-    Sorted by length and cut where it costs least, by dynamic programming: a piece costs its rows times their common
-    width, and PASS_TOKENS. Which rows share a piece changes no sum over all of them.
+    Sorted by length and cut where it costs least, by dynamic programming: a piece costs its texts times their common
+    width, and PASS_TOKENS. A row is one text, or `num_texts` of at most its length; one that has more than
+    `max_tokens` by itself is a piece of its own. Which rows share a piece changes no sum over all of them.
     """
     rows = range(len(prompt_lengths)) if rows is None else rows
     order = sorted(rows, key=lambda row: -prompt_lengths[row] - response_lengths[row])
-    limit = max_rows or len(order)
+    limit, budget = max_rows or len(order), max_tokens or math.inf
     cost, first = [0.0] + [math.inf] * len(order), [0] * (len(order) + 1)
     for end in range(1, len(order) + 1):
-        num_prompt = num_response = 0
+        num_prompt = num_response = texts = 0
         for start in range(end - 1, max(end - limit, 0) - 1, -1):
             num_prompt = max(num_prompt, prompt_lengths[order[start]])
             num_response = max(num_response, response_lengths[order[start]])
-            total = cost[start] + PASS_TOKENS + (end - start) * (num_prompt + num_response)
+            texts += num_texts[order[start]] if num_texts else 1
+            tokens = texts * (num_prompt + num_response)
+            if tokens > budget and start < end - 1:
+                break
+            total = cost[start] + PASS_TOKENS + tokens
             if total < cost[end]:
                 cost[end], first[end] = total, start
     found, end = [], len(order)

@@ -1,0 +1,179 @@
+"""The toolkit's own shapes of rows, by the names of their columns, and how a row of each is read."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rlhf.data.examples import Demonstration, Prompt, Ranking, ranked
+from rlhf.data.messages import (
+    Messages,
+    Unusable,
+    as_conversation,
+    as_messages,
+    as_prompt,
+    as_response,
+    as_text,
+    as_transcript,
+    awaiting_answer,
+    prompt_key,
+)
+from rlhf.data.report import BLANK
+from rlhf.data.sources import Row, Source, describe
+
+NEEDS = {
+    "text": "a column of text (named by the source's `column`)",
+    "demonstrations": "prompt and response (or completion), or messages that end with an assistant turn",
+    "preferences": "prompt, chosen and rejected, or prompt, responses and ranks (1 is best)",
+    "prompts": "prompt, or messages that end with a user turn",
+}
+# What a source's `map` can name.
+COLUMNS = (
+    "text",
+    "prompt",
+    "messages",
+    "response",
+    "completion",
+    "chosen",
+    "rejected",
+    "responses",
+    "completions",
+    "ranks",
+    "strengths",
+    "source",
+)
+# Columns under which rows of each kind are read without further ado; a format must need more to come before them.
+OWN: dict[str, tuple[tuple[str, ...], ...]] = {
+    "text": (),
+    "demonstrations": (("messages",), ("prompt", "response"), ("prompt", "completion")),
+    "preferences": (
+        ("prompt", "responses", "ranks"),
+        ("prompt", "completions", "ranks"),
+        ("prompt", "chosen", "rejected"),
+        ("chosen", "rejected"),
+    ),
+    "prompts": (("messages",), ("prompt",)),
+}
+
+# One row: each returns (the shape it has, what it means) or raises Unusable.
+
+
+def _parse_text(row: Row, source: Source) -> tuple[str, str]:
+    if isinstance(row, str):
+        return "text", as_text(row, "the row", empty=BLANK)
+    column = source.column
+    columns = _columns(row)
+    if column not in columns:
+        raise Unusable(f"no column {column!r}", columns_found(columns))
+    return column, as_text(columns[column], column, empty=BLANK)
+
+
+def _parse_prompt(row: Row, source: Source) -> tuple[str, Prompt]:
+    if isinstance(row, str):
+        return "text", Prompt(as_prompt(row), {"prompt": row})
+    columns = _columns(row)
+    if _prefers_messages(columns):
+        messages = as_messages(columns["messages"], "messages")
+        if len(messages) > 1 and messages[-1]["role"] == "assistant":  # a demonstration: its prompt
+            messages = messages[:-1]
+        return "messages", Prompt(awaiting_answer(messages), columns)
+    if "prompt" in columns:
+        return "prompt", Prompt(as_prompt(columns["prompt"]), columns)
+    if "chosen" in columns:
+        return "chosen, rejected", Prompt(_answered(columns["chosen"], "chosen")[0], columns)
+    raise Unusable("no prompt", columns_found(columns))
+
+
+def _parse_demonstration(row: Row, source: Source) -> tuple[str, Demonstration]:
+    columns = _columns(row)
+    if _prefers_messages(columns):
+        return "messages", Demonstration(*as_conversation(columns["messages"], "messages"))
+    if "prompt" in columns:
+        name = _first_of(columns, "response", "completion")
+        prompt = as_prompt(columns["prompt"])
+        return f"prompt, {name}", Demonstration(prompt, _response(columns, name, prompt))
+    raise Unusable("no prompt", columns_found(columns))
+
+
+def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
+    columns = _columns(row)
+    ranks, strengths = [1.0, 2.0], None
+    if "ranks" in columns and "prompt" in columns:
+        name = _first_of(columns, "responses", "completions")
+        shape = f"prompt, {name}, ranks"
+        prompt = as_prompt(columns["prompt"])
+        responses, ranks = _ranked(columns.get(name), columns["ranks"], name, prompt)
+        strengths = _strengths(columns.get("strengths"), len(responses))
+    elif "prompt" in columns:
+        shape = "prompt, chosen, rejected"
+        prompt = as_prompt(columns["prompt"])
+        responses = [_response(columns, name, prompt) for name in ("chosen", "rejected")]
+    elif "chosen" in columns and "rejected" in columns:
+        shape = "chosen, rejected"
+        prompt, chosen = _answered(columns["chosen"], "chosen")
+        other, rejected = _answered(columns["rejected"], "rejected")
+        if prompt != other and prompt_key(prompt) != prompt_key(other):
+            raise Unusable("chosen and rejected answer different prompts")
+        responses = [chosen, rejected]
+    else:
+        raise Unusable("no prompt", columns_found(columns))
+    return shape, ranked(prompt, responses, ranks, strengths, columns.get("source", ""))
+
+
+PARSERS: dict[str, Callable[[Row, Source], tuple[str, Any]]] = {
+    "text": _parse_text,
+    "demonstrations": _parse_demonstration,
+    "preferences": _parse_ranking,
+    "prompts": _parse_prompt,
+}
+
+
+def _prefers_messages(columns: dict[str, Any]) -> bool:
+    """Whether the messages tell more than the prompt beside them (ultrachat_200k: its first user turn)."""
+    if "prompt" not in columns:
+        return "messages" in columns
+    answers = (columns.get("response"), columns.get("completion"))
+    return columns.get("messages") is not None and answers == (None, None)
+
+
+def _answered(value: Any, name: str) -> tuple[Messages, str]:
+    """(prompt, response) of an answer that brings its prompt along, as messages or as a transcript."""
+    return as_transcript(value, name) if isinstance(value, str) else as_conversation(value, name)
+
+
+def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[str], list[float]]:
+    for value, column in ((values, name), (ranks, "ranks")):
+        if not isinstance(value, list):
+            raise Unusable(f"{column} is {describe(value)}, not a list")
+    if len(values) != len(ranks):
+        raise Unusable(f"{name} and ranks differ in length", f": {len(values)} and {len(ranks)}")
+    return [as_response(value, name, prompt) for value in values], ranks
+
+
+def _strengths(values: Any, num: int) -> list[Any] | None:
+    if values is None:
+        return None
+    if not isinstance(values, list):
+        raise Unusable(f"strengths is {describe(values)}, not a list")
+    if len(values) != num:
+        raise Unusable("strengths and responses differ in length", f": {len(values)} and {num}")
+    return values
+
+
+def _columns(row: Row) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise Unusable("plain text where a row with columns is needed")
+    return row
+
+
+def _first_of(columns: dict[str, Any], name: str, other: str) -> str:
+    """The name that is there; ours if neither is, so that an error asks for it."""
+    return other if other in columns and name not in columns else name
+
+
+def _response(columns: dict[str, Any], name: str, prompt: Messages) -> str:
+    if name not in columns:
+        raise Unusable("empty response", f": no column {name!r}{columns_found(columns)}")
+    return as_response(columns[name], name, prompt)
+
+
+def columns_found(columns: Iterable[str]) -> str:
+    return f" (columns found: {', '.join(map(str, columns)) or 'none'})"

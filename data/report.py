@@ -1,0 +1,73 @@
+"""What reading a source found: rows kept, and rows and parts of rows left out, by reason and row number."""
+
+from dataclasses import dataclass, field
+
+from rlhf.data.examples import DELETED, UNJUDGED
+from rlhf.data.messages import Unusable
+
+FIRST_FEW = 5  # row numbers kept for each reason
+# Left out without counting as bad data: such a row has nothing to learn from, or nothing that is not read elsewhere.
+BLANK, DUPLICATE, TIED = "blank text", "duplicate prompt", "all answers tied"
+HARMLESS = BLANK, DUPLICATE, TIED, UNJUDGED, DELETED
+
+
+@dataclass
+class Dropped:
+    """How many rows one reason cost, and the numbers of the first few."""
+
+    count: int = 0
+    rows: list[int] = field(default_factory=list)
+    detail: str = ""
+    """What the first of them adds to the reason."""
+
+
+@dataclass
+class Report:
+    """What reading a source found; `rows` = `kept` + all dropped."""
+
+    kind: str
+    format: str = ""
+    rows: int = 0
+    kept: int = 0
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+    dropped_ties: int = 0
+    """Equal pairs in rankings that were dropped because all their answers are tied."""
+    parts: dict[str, Dropped] = field(default_factory=dict)
+    """What was left out of rows that were kept, such as one of many rankings in a tree of answers."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def bad(self) -> int:
+        """Dropped rows that count against `max_dropped`."""
+        return sum(drop.count for reason, drop in self.dropped.items() if reason not in HARMLESS)
+
+    def first_bad(self) -> tuple[int, str]:
+        """The first unusable row and what is wrong with it; a harmless one only if there is no other."""
+        passed = HARMLESS if self.bad else ()
+        drops = {reason: drop for reason, drop in self.dropped.items() if reason not in passed}
+        reason, drop = min(drops.items(), key=lambda item: item[1].rows[0])
+        return drop.rows[0], reason + drop.detail
+
+    def summary(self) -> str:
+        """One line: kept n of m, with reasons and first row numbers."""
+        parts = [f"kept {self.kept} of {self.rows} rows"]
+        for reason, drop in self.dropped.items():
+            more = ", …" if drop.count > len(drop.rows) else ""
+            rows = ", ".join(map(str, drop.rows))
+            parts.append(f"{drop.count} × {reason} (row{'s' if drop.count > 1 else ''} {rows}{more})")
+        return "; ".join(parts)
+
+    def drop(self, number: int, unusable: Unusable) -> None:
+        """Count one row out."""
+        self._count(self.dropped, number, unusable)
+
+    def drop_part(self, number: int, unusable: Unusable) -> None:
+        """Count out one example of a row that may be kept for others."""
+        self._count(self.parts, number, unusable)
+
+    def _count(self, where: dict[str, Dropped], number: int, unusable: Unusable) -> None:
+        drop = where.setdefault(unusable.reason, Dropped(detail=unusable.detail))
+        drop.count += 1
+        if drop.count <= FIRST_FEW:
+            drop.rows.append(number)
+        self.dropped_ties += unusable.ties

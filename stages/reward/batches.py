@@ -1,0 +1,118 @@
+"""From rankings to what the reward model reads: answers as token ids, and prompts cut into forward passes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf.data.collate import pad_right
+from rlhf.data.errors import DataError
+from rlhf.data.rows import Messages, Ranking
+from rlhf.data.tokens import Encoded, encode_example
+from rlhf.stages.microbatches import pieces
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.runtime import Runtime
+
+
+@dataclass
+class Ranked:
+    """The answers of one prompt as token ids, with their ranks; the rest as `Ranking` has it."""
+
+    answers: list[Encoded]
+    ranks: list[float]
+    strengths: list[float] | None = None
+    source: str = ""
+    prompt: Messages = field(default_factory=list)
+    responses: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> list[bool]:
+        """Which answers nothing is ranked before; several where they are tied."""
+        return [rank == min(self.ranks) for rank in self.ranks]
+
+    @property
+    def num_best_tokens(self) -> int:
+        """Tokens of the best answers, eos included."""
+        pairs = zip(self.answers, self.best, strict=True)
+        return sum(len(answer.input_ids) - answer.prompt_length for answer, best in pairs if best)
+
+
+@dataclass
+class Batch:
+    """N prompts with up to K answers each; their answers, one after the other, are the A rows of the texts."""
+
+    ids: Tensor  # [A,T], padded on the right
+    attention: Tensor  # [A,T]
+    response: Tensor  # [A,T], True on the response, eos included
+    best: Tensor  # [A]
+    ranks: Tensor  # [N,K]
+    strengths: Tensor  # [N,K], 0 where they are unknown
+    mask: Tensor  # [N,K], True where there is an answer
+
+    def by_prompt(self, scores: Tensor) -> Tensor:
+        """Scores [A] as [N,K], 0 where there is no answer."""
+        return torch.zeros_like(self.ranks).masked_scatter(self.mask, scores)
+
+
+def collate(rows: Sequence[Ranked], pad: int, device: torch.device) -> Batch:
+    """The tensors of some prompts."""
+    answers = [answer for row in rows for answer in row.answers]
+    ids, attention = pad_right([answer.input_ids for answer in answers], pad)
+    starts = torch.tensor([answer.prompt_length for answer in answers])
+    response = attention & (torch.arange(ids.shape[1]) >= starts[:, None])
+    best = torch.tensor([best for row in rows for best in row.best])
+    ranks, mask = padded([row.ranks for row in rows])
+    strengths, _ = padded([row.strengths or [0.0] * len(row.ranks) for row in rows])
+    return Batch(*(x.to(device) for x in (ids, attention, response, best, ranks, strengths, mask)))
+
+
+def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
+    """(numbers, mask) [N,K] of lists of unlike lengths, K being that of the longest."""
+    width = max(map(len, rows))
+    numbers = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
+    return numbers, torch.arange(width) < torch.tensor(list(map(len, rows)))[:, None]
+
+
+def passes(settings: RewardSettings, data: Sequence[Ranked], rows: list[int]) -> list[list[int]]:
+    """`rows` of the data cut into forward passes by `microbatch_size` and `microbatch_tokens`; one without either.
+
+    Whole prompts, those with about equally long answers together, so that little is padding.
+    """
+    if not (settings.microbatch_size or settings.microbatch_tokens):
+        return [rows] if rows else []
+    longest = [max(len(answer.input_ids) for answer in row.answers) for row in data]
+    counts = [len(row.answers) for row in data]
+    cut = pieces([0] * len(data), longest, settings.microbatch_size, rows, counts, settings.microbatch_tokens)
+    return [piece.rows for piece in cut]
+
+
+def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking]) -> list[Ranked]:
+    """Token ids of the answers that fit; answers left out are counted aloud."""
+    settings = run.settings
+    kept, too_long, same = [], 0, 0
+    for row in rows:
+        ranked = Ranked([], [], None if row.strengths is None else [], row.source, row.prompt)
+        for place, response in enumerate(row.responses):
+            encoded = encode_example(tokenizer, row.prompt, response, settings.max_length)
+            if encoded is None:
+                too_long += 1
+            elif encoded in ranked.answers:
+                same += 1  # the same ids under another rank would only teach noise
+            else:
+                ranked.answers.append(encoded)
+                ranked.responses.append(response)
+                ranked.ranks.append(float(row.ranks[place]))
+                if ranked.strengths is not None and row.strengths is not None:
+                    ranked.strengths.append(float(row.strengths[place]))
+        if len(set(ranked.ranks)) > 1 or (settings.ties == "soft" and len(ranked.ranks) > 1):
+            kept.append(ranked)
+    if too_long or same:
+        run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
+    if not kept:
+        reason = "raise reward.max_length" if too_long else "the judge or the ranks hold all answers to be equal"
+        raise DataError(f"reward.data: no prompt keeps two answers of different rank; {reason}")
+    if len(kept) < len(rows):
+        run.say(f"left out {len(rows) - len(kept)} of {len(rows)} prompts with nothing to compare")
+    return kept

@@ -1,0 +1,162 @@
+"""Single answers with a verdict are no rankings, and the bad ones no demonstrations; each of TRL's formats."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf.data.check import check
+from rlhf.data.errors import DataError
+from rlhf.data.rows import load, read_demonstrations, read_prompts, read_rankings
+from rlhf.data.sources import Source
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "preferences"
+published = pytest.mark.skipif(not DATA.is_dir(), reason="no shared data here")
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(*rows: Any, **settings: Any) -> Source:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Source(path=str(file), **settings)
+
+    return write
+
+
+def ranks(source: Source) -> list[list[float]]:
+    """Ranks of all that can be used, ties kept."""
+    return [ranking.ranks for ranking in load(source, "preferences", keep_ties=True).rows]
+
+
+def why(source: Source, kind: str = "preferences") -> dict[str, list[int]]:
+    return {reason: drop.rows for reason, drop in load(source, kind).report.dropped.items()}
+
+
+def found(source: Source, kind: str = "preferences") -> tuple[Any, ...]:
+    """(format, rows, kept, {reason: (count, rows)}, pairs, ties, prompts) as `rlhf data check` tells them."""
+    told = check(source, kind)
+    dropped = {reason: (drop["count"], drop["rows"]) for reason, drop in told["dropped"].items()}
+    return (
+        *(told[name] for name in ("format", "rows", "kept")),
+        dropped,
+        *(told[n] for n in ("pairs", "ties", "prompts")),
+    )
+
+
+LONE = "one answer that was judged good or bad, with none to compare"
+BAD = "a response that was judged bad"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("Q"), assistant("A")], "label": True},
+        {"prompt": "Q", "completion": "A", "label": False},
+        {"prompt": "Q", "response": "A", "thumbs": "up"},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "kto_tag": False},
+        {"instruction": "Q", "output": "A", "label": "False"},
+    ],
+)
+def test_single_answers_with_a_verdict_are_known_and_refused_as_preferences(write: Any, row: Any) -> None:
+    source = write(row)
+    assert found(source)[:4] == ("unpaired_labels", 1, 0, {LONE: (1, [1])})
+    with pytest.raises(
+        DataError, match="need two answers to the same prompt: pair a good and a bad one as prompt, cho"
+    ):
+        read_rankings(source)
+    assert [prompt.messages for prompt in read_prompts(source).rows] == [[user("Q")]]
+
+
+def test_pairs_are_pairs_whatever_else_their_rows_hold(write: Any) -> None:
+    row = {"prompt": "Q", "chosen": "A", "rejected": "B", "label": False, "response": "A"}
+    assert ranks(write(row, {"prompt": "Q", "responses": ["A", "B"], "ranks": [1, 2], "label": True})) == [[1, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("Q"), assistant("A")]},
+        {"prompt": "Q", "completion": "A"},
+        {"instruction": "Q", "output": "A"},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+    ],
+)
+def test_an_answer_that_was_judged_bad_is_no_demonstration_in_any_format(write: Any, row: Any) -> None:
+    verdicts = [{"label": True}, {"label": False}, {"label": None}, {"kto_tag": "false"}, {"thumbs": "down"}, {}]
+    source = write(*(row | verdict for verdict in verdicts))
+    assert why(source, "demonstrations") == {BAD: [2, 4, 5]}
+    with pytest.raises(DataError, match=r"row 2: a response that was judged bad: label is False; rename the column"):
+        read_demonstrations(source)
+
+
+def test_a_bad_answer_is_none_through_a_map_either(write: Any) -> None:
+    source = write({"q": "Q", "a": "A", "label": False}, map={"prompt": "q", "response": "a"})
+    assert why(source, "demonstrations") == {BAD: [1]}
+
+
+def test_labels_that_are_numbers_or_words_may_mean_anything(write: Any) -> None:
+    source = write(*({"prompt": "Q", "completion": "A", "label": value} for value in (0, 1, "negative", [False])))
+    assert read_demonstrations(source).report.kept == 4
+
+
+def test_labelled_steps_are_no_rankings(write: Any) -> None:
+    source = write({"prompt": "Q", "completions": ["a", "b"], "labels": [True, False]})
+    assert found(source)[0] == "stepwise_labels"
+    assert why(source) == {"labels on the steps of one answer, with none to compare": [1]}
+
+
+@published
+def test_kto_demo() -> None:
+    source = Source(path=str(DATA / "lf_kto_en_demo.json"))
+    assert found(source) == ("unpaired_labels", 300, 0, {LONE: (300, [1, 2, 3, 4, 5])}, 0, 0, 0)
+    bad = {BAD: (150, [5, 6, 8, 9, 12])}
+    assert found(source, "demonstrations") == ("messages", 300, 150, bad, 0, 0, 148)
+    repeated = {"duplicate prompt": (3, [103, 196, 294])}
+    assert found(source, "prompts") == ("messages", 300, 297, repeated, 0, 0, 297)
+
+
+FIRST = [1, 2, 3, 4, 5]
+NO_TEXT, NO_PROMPT, NO_RESPONSE = (
+    {reason: (19, FIRST)} for reason in ("no column 'text'", "no prompt", "empty response")
+)
+WITHOUT = {"chosen is text without a prompt": (19, FIRST)}
+STEPS = {"labels on the steps of one answer, with none to compare": (19, FIRST)}
+UNPAIRED = {LONE: (19, FIRST)}
+
+
+@published
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [
+        ("standard_language_modeling", ({}, NO_PROMPT, NO_PROMPT, NO_PROMPT)),
+        ("standard_prompt_only", (NO_TEXT, NO_RESPONSE, NO_RESPONSE, {})),
+        ("standard_prompt_completion", (NO_TEXT, {}, NO_RESPONSE, {})),
+        ("standard_preference", (NO_TEXT, NO_RESPONSE, {}, {})),
+        ("standard_implicit_prompt_preference", (NO_TEXT, NO_PROMPT, WITHOUT, WITHOUT)),
+        ("standard_unpaired_preference", (NO_TEXT, {BAD: (9, [2, 3, 6, 8, 11])}, UNPAIRED, {})),
+        ("standard_stepwise_supervision", (NO_TEXT, NO_RESPONSE, STEPS, {})),
+        ("conversational_language_modeling", (NO_TEXT, {}, NO_PROMPT, {})),
+        ("conversational_prompt_only", (NO_TEXT, NO_RESPONSE, NO_RESPONSE, {})),
+        ("conversational_prompt_completion", (NO_TEXT, {}, NO_RESPONSE, {})),
+        ("conversational_preference", (NO_TEXT, NO_RESPONSE, {}, {})),
+        ("conversational_implicit_prompt_preference", (NO_TEXT, NO_PROMPT, {}, {})),
+        ("conversational_unpaired_preference", (NO_TEXT, {BAD: (6, [4, 8, 10, 12, 14])}, UNPAIRED, {})),
+    ],
+)
+def test_each_of_trls_formats_is_read_as_what_it_is_and_as_nothing_else(name: str, losses: Any) -> None:
+    for kind, lost in zip(("text", "demonstrations", "preferences", "prompts"), losses, strict=True):
+        _, rows, kept, dropped, pairs, ties, prompts = found(Source(path=str(DATA / f"trl_formats/{name}.jsonl")), kind)
+        expected = 19 - sum(count for count, _ in lost.values())
+        assert (kind, rows, kept, dropped) == (kind, 19, expected, lost)
+        assert (pairs, ties) == (expected if kind == "preferences" else 0, 0)
+        assert prompts == (0 if kind == "text" else expected)

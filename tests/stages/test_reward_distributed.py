@@ -1,0 +1,111 @@
+"""Two processes train the reward model that one trains: the same step, the same figures, each row once."""
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reward_world import marked, policy_folder, ranking, rankings_file, run_reward, settings
+from torch import Tensor
+
+from rlhf.stages.artifact import Artifact
+from rlhf.stages.models import load_scalar, load_tokenizer
+from rlhf.stages.reward.batches import encode_rows
+from rlhf.stages.reward.evaluate import accuracy
+from rlhf.stages.reward.train import language_head, normaliser, optimise
+from rlhf.stages.runtime import Runtime
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"microbatch_size": 3},
+    {"microbatch_tokens": 200, "lm_coef": 0.5, "margin_scale": 0.3, "centering": 0.01, "normalise": "reference"},
+]
+
+
+@dataclass
+class Found:
+    """What one process saw."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    figures: list[dict[str, float]] = field(default_factory=list)
+    final: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+
+def act(root: Path, model: str, data: str, of: int) -> Found:
+    """One step and the figures of nine rows for each variant, then a whole stage."""
+    found = Found()
+    for number, variant in enumerate(VARIANTS):
+        run = Runtime(settings(model=model, data=data, **variant), root / f"step-{of}-{number}")
+        tokenizer = load_tokenizer(model)
+        rows = [ranking(row["prompt"], row["responses"], row["ranks"], strengths=[4.0, 3, 2, 1]) for row in marked(9)]
+        rows[1].responses[2:] = rows[1].ranks[2:] = rows[1].strengths[2:] = []  # type: ignore[index]
+        encoded = encode_rows(run, tokenizer, rows)
+        torch.manual_seed(1)
+        scorer = load_scalar(model, tokenizer, new_head=True)
+        head = language_head(model, tokenizer) if "lm_coef" in variant else None
+        optimizer = torch.optim.SGD(scorer.parameters(), lr=0.05)
+        wrapped, optimizer = run.accelerator.prepare(scorer, optimizer)
+        figures = optimise(run, wrapped, optimizer, encoded[:8], 0, head)
+        scorer = run.unwrap(wrapped)
+        figures["accuracy"] = accuracy(run, scorer, encoded, 0)
+        figures["mean"], figures["std"] = normaliser(run, scorer, encoded, 0)
+        found.figures.append(figures)
+        found.weights.append(torch.cat([p.detach().flatten() for p in scorer.parameters()]))
+        run.close()
+    (root / f"stage-{of}").mkdir(exist_ok=True)
+    found.final = run_reward(root / f"stage-{of}", model, data, num_epochs=2, microbatch_tokens=300, eval_every=2)
+    found.metrics = Artifact(root / f"stage-{of}").metrics
+    return found
+
+
+def process(rank: int, port: int, root: str, model: str, data: str) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    torch.save(act(Path(root), model, data, 2), Path(root) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+Outcome = tuple[Found, list[Found]]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What one process found, and what each of two did."""
+    root = tmp_path_factory.mktemp("distributed")
+    model, data = policy_folder(root), rankings_file(root / "rows.jsonl", marked(40))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    torch.multiprocessing.spawn(process, (port, str(root), model, data), nprocs=2)
+    return act(root, model, data, 1), [torch.load(root / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_two_processes_make_the_step_of_one(outcome: Outcome, variant: int) -> None:
+    alone, both = outcome
+    for found in both:
+        torch.testing.assert_close(found.weights[variant], alone.weights[variant], rtol=1e-5, atol=1e-5)
+    assert torch.equal(both[0].weights[variant], both[1].weights[variant])
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+def test_figures_are_those_of_all_rows_of_which_each_counts_once(outcome: Outcome, variant: int) -> None:
+    alone, both = outcome
+    for found in both:
+        assert found.figures[variant] == pytest.approx(alone.figures[variant], rel=1e-4, abs=1e-6)
+    assert both[0].figures == both[1].figures
+
+
+def test_a_stage_of_two_processes_ends_as_that_of_one(outcome: Outcome) -> None:
+    alone, both = outcome
+    for found in both:
+        assert [row["step"] for row in found.metrics] == [row["step"] for row in alone.metrics]
+        for name in ("accuracy", "num_prompts", "num_eval_prompts", "score_mean", "score_std"):
+            assert found.final[name] == pytest.approx(alone.final[name], rel=1e-3), name
