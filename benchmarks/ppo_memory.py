@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="further settings of ppo, as JSON")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.iterations < 2:
+        parser.error("--iterations must be 2 or more: the first is not timed")
     if wrong := set(options.layouts) - set(LAYOUTS):
         parser.error(f"no layout called {', '.join(wrong)}")
     if options.child:

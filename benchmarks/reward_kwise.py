@@ -5,9 +5,8 @@
 
 The demo's SFT model learns from rankings of four answers. Pairwise: each pair is a row of its own, whose two answers
 are read for it; one pass over all pairs. K-wise: all answers of a prompt lie in one step, and each is read once for up
-to three pairs; once with as many pairs in a step as pairwise training has, once with as many answers. All take the
-same number of forward passes and the same learning rates. Accuracy is that on the same held-out rankings, without
-noise.
+to three pairs. Both read the same number of answers in a step (24, and 64), make the same number of steps and so of
+forward passes, and have the same learning rates. Accuracy is that on the same held-out rankings, without noise.
 """
 
 import argparse
@@ -23,7 +22,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-RANKINGS, ANSWERS, PAIRS_PER_STEP, NUM_EVALS = 800, 4, 32, 12
+RANKINGS, ANSWERS, NUM_EVALS = 800, 4, 10
+ANSWERS_PER_STEP = (24, 64)
 WORLD = "rlhf.recipes.demo_world"
 Curve = list[tuple[int, float]]  # (forward passes of answers so far, accuracy)
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def compare(folder: Path, model: str, seed: int) -> None:
-    """Train in three ways and print what they reached by when."""
+    """Train both ways with small and large steps, and print what they reached by when."""
     from rlhf.data.rows import prompt_key, read_rankings
     from rlhf.data.sources import Source
     from rlhf.data.split import split_by_prompt
@@ -73,23 +73,20 @@ def compare(folder: Path, model: str, seed: int) -> None:
         found = curve(folder / name, {**common, **fields})
         return [(step * per_step * answers, accuracy) for step, accuracy in found]
 
-    per_ranking = len(pairs) / len(rows)
-    prompts = round(PAIRS_PER_STEP / per_ranking), 2 * PAIRS_PER_STEP // ANSWERS
-    curves = {
-        "pairwise": train("pairwise", "pairs", len(pairs), PAIRS_PER_STEP, 2),
-        f"K-wise, {prompts[0]} prompts a step": train("as-many-pairs", "ranked", len(rows), prompts[0], ANSWERS),
-        f"K-wise, {prompts[1]} prompts a step": train("as-many-answers", "ranked", len(rows), prompts[1], ANSWERS),
-    }
+    curves = {}
+    for size in ANSWERS_PER_STEP:
+        curves[f"pairwise, {size}"] = train(f"pairwise-{size}", "pairs", len(pairs), size // 2, 2)
+        curves[f"K-wise, {size}"] = train(f"kwise-{size}", "ranked", len(rows), size // ANSWERS, ANSWERS)
     print(f"\nseed {seed}: {len(rows)} rankings of {ANSWERS} answers, {len(pairs)} pairs, {len(held_out)} held out")
-    print("forward passes" + "".join(f"{name:>26}" for name in curves))
-    for share in range(1, 7):
-        passes = share * num_passes // 6
-        print(f"{passes:>14}" + "".join(f"{latest(found, passes):>26.3f}" for found in curves.values()))
-    target = curves["pairwise"][-1][1]
-    print(f"forward passes to {target:.3f}, with which pairwise training ends:")
-    for name, found in curves.items():
-        reached = next((str(passes) for passes, accuracy in found if accuracy >= target), "not reached")
-        print(f"    {name:26}{reached:>12}")
+    print("forward passes" + "".join(f"{name:>14}" for name in curves))
+    for share in range(1, 6):
+        passes = share * num_passes // 5
+        print(f"{passes:>14}" + "".join(f"{latest(found, passes):>14.3f}" for found in curves.values()))
+    for size in ANSWERS_PER_STEP:
+        passes, target = curves[f"pairwise, {size}"][-1]
+        reached = next((done for done, accuracy in curves[f"K-wise, {size}"] if accuracy >= target), None)
+        kwise = f"{reached}, {passes / reached:.1f} times fewer" if reached else "not reached"
+        print(f"{size} answers a step, forward passes to {target:.3f}: pairwise {passes}, K-wise {kwise}")
 
 
 def curve(folder: Path, fields: dict[str, Any]) -> list[tuple[int, float]]:

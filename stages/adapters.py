@@ -21,7 +21,7 @@ from peft import (
     load_peft_weights,
     set_peft_model_state_dict,
 )
-from peft.tuners.tuners_utils import cast_adapter_dtype
+from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -60,21 +60,25 @@ def lora_config(model: PreTrainedModel, lora: LoraSettings, **more: Any) -> Lora
     """PEFT's config of an adapter for this model."""
     return LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()), **more,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        base_model_name_or_path=model.name_or_path, **more,
     )  # fmt: skip
 
 
 def add_lora(model: PreTrainedModel, lora: LoraSettings) -> None:
     """Give a model an adapter, after which only that and a classifier's head are trained."""
     heads = ["score"] if isinstance(getattr(model, "score", None), nn.Linear) else None
+    kind = None if heads else "CAUSAL_LM"
     try:
-        _inject(lora_config(model, lora, exclude_modules=heads), model)
+        _inject(lora_config(model, lora, exclude_modules=heads, task_type=kind), model)
     except ValueError as error:  # it lists no layers; the names of those that there are help
         linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
         names = sorted({name.rpartition(".")[2] for name in linear})
         raise RefusedError(f"lora.target_modules: {lora.target_modules} names no layer; there are {names}") from error
     if heads:
         model.score.requires_grad_(True)
+    elif isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise RefusedError("lora.target_modules: the layer that makes the logits cannot be adapted here; leave it out")
 
 
 def save_adapter(folder: Path, model: PreTrainedModel) -> None:

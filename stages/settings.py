@@ -57,7 +57,12 @@ class LoraSettings(Settings):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input."""
     target_modules: list[str] | str = "all-linear"
-    """Names of the layers to adapt."""
+    """Names of the layers to adapt, such as [q_proj, v_proj]; by default all but what makes logits or scores."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _name_is_no_pattern(cls, value: list[str] | str) -> list[str] | str:
+        return value if value == "all-linear" or isinstance(value, list) else [value]  # PEFT takes a text as a pattern
 
 
 class StageSettings(Settings):

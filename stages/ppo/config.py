@@ -64,9 +64,9 @@ class PPOSettings(StageSettings):
     layout: Literal["separate", "shared_trunk", "adapters"] = "separate"
     """What is in memory: four models; or policy and critic on one trunk; or one base with LoRA adapters for all."""
     lora: LoraSettings = LoraSettings()
-    """The adapters of policy and critic in `layout: adapters`; the saved policy has its own merged."""
+    """Adapters in `layout: adapters`, merged in the saved policy. A critic that starts as a reward adapter keeps it."""
     quantization: Literal["8bit", "4bit"] | None = None
-    """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes; QLoRA's NF4)."""
+    """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes; QLoRA's NF4); `model/` is merged unrounded."""
     offload: bool = False
     """Keep reference and reward models in the CPU's memory while they are not needed."""
     gradient_checkpointing: bool = False
@@ -78,6 +78,8 @@ class PPOSettings(StageSettings):
     """Episodes per iteration, over all processes."""
     num_samples_per_prompt: int = Field(1, ge=1)
     """Responses to each prompt of a rollout."""
+    generation_batch_size: int | None = Field(None, ge=1)
+    """Responses that one device samples at a time, which bounds the cache; its whole share by default."""
     num_epochs: int = Field(4, ge=1)
     """Passes over an iteration's episodes."""
     num_minibatches: int = Field(1, ge=1)
@@ -113,10 +115,10 @@ class PPOSettings(StageSettings):
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL: k1 in the reward; in the loss k2 (the gradient of a token's KL) or k3 (of the reversed)."""
     target_kl: float | None = Field(None, gt=0)
-    """Ends an iteration's updates once the policy moved 1.5 times this far (approx_kl) from the rollout."""
+    """Ends an iteration's updates when the policy is 1.5 times this far from the rollout (approx_kl, per token)."""
 
     normalise_scores: bool = False
-    """Divide scores by running moments before clipping (Secrets of RLHF, PPO-max); the moments are saved."""
+    """Bring scores to mean 0 and deviation 1 by running moments, before clipping (Secrets of RLHF); they are saved."""
     score_clip: float | None = Field(None, gt=0)
     """Clip scores to plus or minus this; the KL part of the reward is never clipped."""
     missing_eos_penalty: float | None = None
@@ -223,15 +225,32 @@ class PPOSettings(StageSettings):
             raise ValueError("ptx_coef and ptx_data go together; set both or neither")
         return self
 
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
     @model_validator(mode="after")
-    def _fits_the_layout(self) -> Self:
-        for name, layout in (("lora", "adapters"), ("quantization", "adapters"), ("value_coef", "shared_trunk")):
-            if self.layout != layout and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} has no effect in layout {self.layout}; leave it out, or set layout: {layout}")
+    def _has_an_effect(self) -> Self:
+        needs = (
+            ("lora", "layout", "adapters"), ("quantization", "layout", "adapters"),
+            ("value_coef", "layout", "shared_trunk"), ("ensemble_penalty", "ensemble", "lower_bound"),
+        )  # fmt: skip
+        for name, other, value in needs:
+            if getattr(self, other) != value and self._is_set(name):
+                raise ValueError(
+                    f"{name} has no effect with {other}: {getattr(self, other)}; leave it out, or set {other}: {value}"
+                )
+        for name, other in (
+            ("kl_horizon", "kl_target"), ("overlong_penalty", "overlong_buffer"),
+            ("missing_eos", "missing_eos_penalty"), ("ptx_batch_size", "ptx_data"), ("ptx_block_size", "ptx_data"),
+        ):  # fmt: skip
+            if not getattr(self, other) and self._is_set(name):
+                raise ValueError(f"{name} has no effect without {other}; leave it out, or set {other}")
+        if self.kl_target is not None and not self.kl_coef:
+            raise ValueError("kl_target steers by multiplying kl_coef, and kl_coef is 0; start above it")
         if self.layout == "shared_trunk" and self.critic_warmup_iterations:
             raise ValueError("critic_warmup_iterations needs a critic of its own; layout shared_trunk has none")
         if self.layout == "adapters" and self.offload:
-            raise ValueError("offload has nothing to offload in layout adapters, whose roles share one base")
+            raise ValueError("offload is not possible in layout adapters, whose roles share one base")
         if self.lora.dropout:
             raise ValueError("lora.dropout must be 0: PPO samples and scores the same distribution, without dropout")
         return self

@@ -20,7 +20,7 @@ from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
-from rlhf.stages.ppo.rewards import Rewards, load_rewards
+from rlhf.stages.ppo.rewards import Rewards, load_rewards, response_texts
 from rlhf.stages.ppo.rollout import collect
 from rlhf.stages.runtime import Runtime
 
@@ -81,10 +81,10 @@ class Evaluator:
                 policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
                 [self.asked[i] for i in rows], self.run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
             )  # fmt: skip
-        texts = self.tokenizer.batch_decode(rollout.responses, skip_special_tokens=True)
+        texts = response_texts(self.tokenizer, rollout.responses, rollout.mask)
         columns = (rollout.scores, rollout.kl, rollout.ended, rollout.lengths)
         return [
-            Answer(self.prompts[i], text.strip(), score, None, kl, ended, length)
+            Answer(self.prompts[i], text, score, None, kl, ended, length)
             for i, text, score, kl, ended, length in zip(
                 rows, texts, *(column.tolist() for column in columns), strict=True
             )

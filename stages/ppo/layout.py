@@ -160,11 +160,13 @@ def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, floa
     """An estimate in GiB of what each role holds for the whole run, and of the rollout's cache.
 
     Weights, and for those that are trained float32 gradients and AdamW's two moments. A tensor that several roles
-    share counts where it is met first. Activations of a microbatch come on top; logits stay below a GiB or two.
+    share counts where it is met first; what is offloaded does not count. Activations of a microbatch come on top;
+    logits stay below a GiB or two.
     """
-    named = {
-        "base" if settings.layout == "adapters" else "reference": roles.reference,
-        "policy": roles.policy, "critic": roles.critic, "reward models": roles.rewards,
+    named: dict[str, nn.Module | None] = {
+        "base" if settings.layout == "adapters" else "reference": None if settings.offload else roles.reference,
+        "policy": roles.policy, "critic": roles.critic,
+        "reward models": None if settings.offload else roles.rewards,
     }  # fmt: skip
     seen: set[int] = set()
     found = {}
@@ -176,10 +178,13 @@ def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, floa
                 total += parameter.nbytes + (12 * parameter.numel() if parameter.requires_grad else 0)
         if total:
             found[name] = total / GIB
+    if settings.ema_decay is not None:
+        found["moving average"] = 4 * sum(parameter.numel() for parameter in _trained(roles.policy)) / GIB
     config = roles.policy.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = settings.max_prompt_length + settings.max_new_tokens
+    num_rows = min(num_rows, settings.generation_batch_size or num_rows)
     size = 2 if roles.policy.model.dtype == torch.bfloat16 else 4
     found["rollout cache"] = 2 * config.num_hidden_layers * heads * width * length * num_rows * size / GIB
     return found
@@ -192,34 +197,38 @@ def described(gib: dict[str, float]) -> str:
 
 
 def keep_policy(folder: Path, policy: PolicyModel, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the policy while it is trained; of `layout: adapters` the adapter alone."""
+    """Write the policy to `folder`/model while it is trained; of `layout: adapters` the adapter alone. A value head
+    goes beside it, to `folder`/critic: it is of no use to another trunk."""
+    shutil.rmtree(folder, ignore_errors=True)
     if settings.layout == "adapters":
-        shutil.rmtree(folder, ignore_errors=True)
-        adapters.save_adapter(folder, policy.model)
+        adapters.save_adapter(folder / "model", policy.model)
     else:
-        save_folder(folder, policy.model, tokenizer)
+        save_folder(folder / "model", policy.model, tokenizer)
+    if policy.value_head is not None:
+        adapters.save_head(folder / "critic", policy.value_head)
 
 
-def put_in_place(kept: Path, folder: Path, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make of a kept policy a model that loads anywhere: an adapter is merged, in float32, and lies beside."""
+def put_in_place(kept: Path, model: Path, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make `model`, which loads anywhere, of a kept policy: an adapter is merged, in float32, and lies beside."""
     assert settings.model is not None
     if settings.layout == "adapters":
-        save_folder(folder, adapters.merged(load_policy(settings.model, tokenizer), kept), tokenizer)
-        shutil.copytree(kept, folder / "adapter")
+        save_folder(model, adapters.merged(load_policy(settings.model, tokenizer), kept / "model"), tokenizer)
+        shutil.copytree(kept / "model", model / "adapter")
     else:
-        shutil.copytree(kept, folder, dirs_exist_ok=True)
+        shutil.copytree(kept / "model", model, dirs_exist_ok=True)
 
 
-def save_critic(folder: Path, roles: Roles, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A sequence classifier; or the value head, or adapter and value head, in a file of its own."""
-    if roles.critic is None:
-        assert roles.policy.value_head is not None
-        adapters.save_head(folder, roles.policy.value_head)
+def save_critic(
+    folder: Path, critic: ScalarModel | None, kept: Path, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A sequence classifier, or an adapter with its head, as the last iteration left it; or the kept policy's head."""
+    assert settings.model is not None
+    if critic is None:
+        shutil.copytree(kept / "critic", folder, dirs_exist_ok=True)
     elif settings.layout == "adapters":
-        assert settings.model is not None
-        adapters.save_scalar(folder, roles.critic, model_digest(settings.model, "ppo.model"))
+        adapters.save_scalar(folder, critic, model_digest(settings.model, "ppo.model"))
     else:
-        save_folder(folder, roles.critic, tokenizer)
+        save_folder(folder, critic, tokenizer)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.collate import pad_left
@@ -14,7 +14,7 @@ from rlhf.stages.generation import sample
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.objective import response_mask
+from rlhf.stages.ppo.objective import after_the_end, response_mask
 from rlhf.stages.ppo.reward_models import Episodes
 from rlhf.stages.ppo.rewards import Rewards, response_texts
 
@@ -81,9 +81,7 @@ def collect(
     `asked` are the prompts as they were read, for the rewards.
     """
     device, pad_token_id = policy.model.device, tokenizer.pad_token_id
-    responses = sample(
-        policy.model, prompts, settings.max_new_tokens, settings.temperature, stop_token_ids, pad_token_id
-    )  # [B,R]
+    responses = _responses(policy, prompts, settings, stop_token_ids, pad_token_id)  # [B,R]
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad_token_id))  # [B,P]
     mask = response_mask(responses, stop_token_ids)
     input_ids = torch.cat([prompt_ids, responses], dim=1)
@@ -92,10 +90,12 @@ def collect(
     texts = response_texts(tokenizer, responses, mask)
     with placed(device, settings.offload, reference, rewards):
         logprobs, ref_logprobs, entropy, values = torch.zeros(4, *mask.shape, device=device)
-        for piece in pieces([len(ids) for ids in prompts], mask.sum(-1).tolist(), settings.microbatch_size):
+        # The critic is asked about every slot that may be rewarded, also about one after the end.
+        read = after_the_end(mask) if settings.score_placement == "after_eos" else mask
+        for piece in pieces([len(ids) for ids in prompts], read.sum(-1).tolist(), settings.microbatch_size):
             text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
-            judged = judge_part(policy, reference, critic, *text, piece.num_response, settings)
-            for whole, part in zip((logprobs, ref_logprobs, entropy, values), judged, strict=True):
+            found = read_part(policy, reference, critic, *text, piece.num_response, settings)
+            for whole, part in zip((logprobs, ref_logprobs, entropy, values), found, strict=True):
                 whole[piece.rows, : piece.num_response] = part
         scores, parts_of_score = rewards(Episodes(input_ids, attention_mask, mask, ended, asked, texts))
     return Rollout(
@@ -103,7 +103,23 @@ def collect(
     )  # fmt: skip
 
 
-def judge_part(
+def _responses(
+    policy: PolicyModel, prompts: list[list[int]], settings: PPOSettings, stop_token_ids: list[int], pad_token_id: int
+) -> Tensor:
+    """Responses [B,R], sampled `generation_batch_size` at a time."""
+    size = settings.generation_batch_size or len(prompts)
+    parts = [
+        sample(
+            policy.model, prompts[start : start + size], settings.max_new_tokens, settings.temperature,
+            stop_token_ids, pad_token_id,
+        )
+        for start in range(0, len(prompts), size)
+    ]  # fmt: skip
+    length = max(part.shape[1] for part in parts)
+    return torch.cat([nn.functional.pad(part, (0, length - part.shape[1]), value=pad_token_id) for part in parts])
+
+
+def read_part(
     policy: PolicyModel,
     reference: PolicyModel,
     critic: ScalarModel | None,

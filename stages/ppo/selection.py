@@ -2,13 +2,14 @@
 
 import json
 import math
+import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.stages.artifact import replace_text
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Answer, Evaluator, comparison, write_gallery
@@ -45,7 +46,7 @@ class Selection:
         answers = [Answer(**answer) for answer in kept["answers"]]
         self.run.on_main(lambda: write_gallery(folder / "samples.jsonl", self.sft, answers))
         settings, tokenizer = self.run.settings, self.tokenizer
-        self.run.on_main(lambda: put_in_place(self.best / "model", folder / "model", settings, tokenizer))
+        self.run.on_main(lambda: put_in_place(self.best, folder / "model", settings, tokenizer))
         metrics: dict[str, Any] = {**comparison(self.sft, answers), "best_step": kept["step"]}
         reason = over_optimised(self.run.state["evaluations"], self.run.settings.kl_budget)
         metrics["over_optimised"] = reason is not None
@@ -55,9 +56,12 @@ class Selection:
         return metrics
 
     def _keep(self, step: int, policy: PolicyModel, answers: list[Answer]) -> None:
-        keep_policy(self.best / "model", policy, self.run.settings, self.tokenizer)
+        writing = self.best.with_name(".best.writing")  # aside: weights and answers belong together
+        keep_policy(writing, policy, self.run.settings, self.tokenizer)
         content = {"step": step, "answers": [asdict(answer) for answer in answers]}
-        replace_text(self.best / "answers.json", json.dumps(content))
+        (writing / "answers.json").write_text(json.dumps(content), encoding="utf-8")
+        shutil.rmtree(self.best, ignore_errors=True)
+        os.replace(writing, self.best)
 
 
 def over_optimised(evaluations: list[dict[str, Any]], kl_budget: float) -> str | None:

@@ -50,6 +50,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     per_prompt = settings.num_samples_per_prompt
     batch_size = settings.rollout_batch_size
     run.batch_size("rollout_batch_size / num_minibatches", batch_size // settings.num_minibatches, batch_size)
+    if settings.ptx_data is not None:
+        run.batch_size("ptx_batch_size", settings.ptx_batch_size, settings.ptx_batch_size)
     stops = [tokenizer.eos_token_id]
     update = Updater(run, policy, critic, optimizers, ptx_blocks(run, tokenizer))
     evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded)
@@ -102,7 +104,7 @@ def train(folder: str | Path) -> dict[str, Any]:
             raise RuntimeError(f"unhealthy at iteration {done}: {findings[0].name} (on_unhealthy: stop)")
         run.checkpoint(done)
     metrics = {**selection.finish(folder), "findings": health.active}
-    run.on_main(lambda: save_critic(folder / "critic", roles, settings, tokenizer))
+    run.on_main(lambda: save_critic(folder / "critic", roles.critic, selection.best, settings, tokenizer))
     if settings.ema_decay is not None:
         update.ema.swap(roles.policy)
         average = folder / "checkpoints" / "ema"

@@ -48,7 +48,7 @@ class Updater:
         learners = [learner for learner in self.learners if learner[0] == "critic" or policy_learns]
         lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
-        ratios = Ratios(run.device)
+        ratios, num_updates = Ratios(run.device), 0
         for step in range(num_steps):
             minibatch = batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration)
             # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
@@ -66,6 +66,11 @@ class Updater:
                     stats |= self._critic_backward(part, learned, num_values)
                 for name, value in stats.items():
                     sums[name] += value
+            # As in OpenAI's Spinning Up: the step that would lead further is not made.
+            if settings.target_kl and run.sum(moved).item() > TARGET_KL_SLACK * settings.target_kl:
+                for _, _, optimizer in learners:
+                    optimizer.zero_grad()
+                break
             if policy_learns and self.ptx_blocks is not None:
                 sums["ptx_loss"] += self._ptx_backward(iteration * num_steps + step)
             for name, model, optimizer in learners:
@@ -75,11 +80,12 @@ class Updater:
                 optimizer.zero_grad()
             if policy_learns:
                 self.ema.update(run.unwrap(self.policy))
-            if settings.target_kl and run.sum(moved).item() > TARGET_KL_SLACK * settings.target_kl:
-                break
+            num_updates += 1
         names = sorted(sums)
         totals = run.sum(torch.stack([sums[name] for name in names])) / (step + 1)
-        found = dict(zip(names, totals.tolist(), strict=True)) | {"num_updates": step + 1}
+        found = dict(zip(names, totals.tolist(), strict=True)) | {"num_updates": num_updates}
+        for name in (name for name in names if name.endswith("_grad_norm")):
+            found[name] *= (step + 1) / num_updates
         return found | ratios.stats(run, step + 1) if policy_learns else found
 
     def _critic_backward(self, part: Rollout, learned: Targets, num_values: Tensor) -> dict[str, Tensor]:
@@ -143,7 +149,7 @@ class Updater:
         rows = batch_indices(len(self.ptx_blocks), settings.ptx_batch_size, step, settings.seed)
         blocks = self.ptx_blocks[run.shard(rows)].to(run.device)
         length, total = blocks.shape[1] - 1, torch.zeros((), device=run.device)
-        for piece in blocks.split(settings.microbatch_size or len(blocks)):
+        for piece in run.accumulate(blocks.split(settings.microbatch_size or len(blocks)), self.policy):
             logprobs, _, values = self.policy(piece, torch.ones_like(piece, dtype=torch.bool), length, 1.0)
             loss = -logprobs.sum() / (settings.ptx_batch_size * length)
             if values is not None:

@@ -236,7 +236,7 @@ def test_columns_of_other_names_are_read_through_a_map() -> None:
 
 
 def test_labelled_answers_are_no_pairs() -> None:
-    with pytest.raises(DataError, match="one answer that was judged good or bad, with none to compare; rankings need two"):
+    with pytest.raises(DataError, match="one answer that was judged good or bad, with none to compare; rankings"):
         read_rankings(data("preferences/lf_kto_en_demo.json"))
 
 

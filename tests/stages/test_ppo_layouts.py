@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from rlhf.stages import adapters
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import PolicyModel, fresh_head, load_policy, load_scalar, save_folder
+from rlhf.stages.ppo import selection as selection_module
 from rlhf.stages.ppo import train as train_module
-from rlhf.stages.ppo.layout import GIB, Roles, load_roles, memory, prepare, save_critic
+from rlhf.stages.ppo.layout import GIB, Roles, keep_policy, load_roles, memory, prepare
 from rlhf.stages.ppo.objective import policy_loss, value_loss
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
 from rlhf.stages.ppo.update import Updater
@@ -55,14 +56,15 @@ class Finished:
             self.rollouts.append(collect(*arguments))
             return self.rollouts[-1]
 
-        def save(at: Path, roles: Roles, *more: Any) -> None:
-            self.valued = flat(roles.critic or roles.policy.value_head)  # the trained weights of what reads values
-            save_critic(at, roles, *more)
+        def keep(at: Path, policy: PolicyModel, *more: Any) -> None:
+            if policy.value_head is not None:
+                self.valued = flat(policy.value_head)
+            keep_policy(at, policy, *more)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train_module, "load_roles", load)
             patch.setattr(train_module, "collect", watch)
-            patch.setattr(train_module, "save_critic", save)
+            patch.setattr(selection_module, "keep_policy", keep)
             self.metrics = run_ppo(folder, given, **fields)
 
 
@@ -253,7 +255,7 @@ def test_the_gradient_of_one_trunk_is_the_policys_and_the_values_times_value_coe
     assert "critic_grad_norm" not in stats
 
 
-def test_the_value_head_is_saved_in_a_file_of_its_own(finished: MakeFinished) -> None:
+def test_the_value_head_of_the_kept_policy_is_saved_in_a_file_of_its_own(finished: MakeFinished) -> None:
     found = finished("shared_trunk")
     head = load_file(found.folder / "critic" / "value_head.safetensors")
     assert {name: weight.shape for name, weight in head.items()} == {"weight": (1, 16)}

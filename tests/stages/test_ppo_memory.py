@@ -136,7 +136,7 @@ def test_reference_and_rewards_are_on_the_device_only_while_they_score(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    to, sampled, judge = torch.nn.Module.to, rollout_module.sample, rollout_module.judge_part
+    to, sampled, judge = torch.nn.Module.to, rollout_module.sample, rollout_module.read_part
 
     def move(self: torch.nn.Module, *where: Any, **more: Any) -> Any:
         if type(self).__name__ in ("PolicyModel", "Rewards", "ScalarModel"):
@@ -145,7 +145,7 @@ def test_reference_and_rewards_are_on_the_device_only_while_they_score(
 
     monkeypatch.setattr(torch.nn.Module, "to", move)
     monkeypatch.setattr(rollout_module, "sample", lambda *more: (events.append("sample"), sampled(*more))[1])
-    monkeypatch.setattr(rollout_module, "judge_part", lambda *more: (events.append("judge"), judge(*more))[1])
+    monkeypatch.setattr(rollout_module, "read_part", lambda *more: (events.append("judge"), judge(*more))[1])
     run_ppo(tmp_path / "ppo", given, offload=True, num_iterations=1, eval_every=1)
     # `separate`: policy and critic go to the device once and for all, reference and rewards wait.
     there, back = ["PolicyModel to device", "Rewards to device"], ["PolicyModel to host", "Rewards to host"]
@@ -165,16 +165,20 @@ def test_offload_changes_no_result(given: Given, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"lora": {"r": 4}}, "lora has no effect in layout separate; leave it out, or set layout: adapters"),
-    ({"lora": {"r": 4}, "layout": "shared_trunk"}, "lora has no effect in layout shared_trunk"),
-    ({"quantization": "4bit"}, "quantization has no effect in layout separate"),
-    ({"value_coef": 0.2}, "value_coef has no effect in layout separate; .* set layout: shared_trunk"),
-    ({"value_coef": 0.2, "layout": "adapters"}, "value_coef has no effect in layout adapters"),
+    ({"lora": {"r": 4}}, "lora has no effect with layout: separate; leave it out, or set layout: adapters"),
+    ({"lora": {"r": 4}, "layout": "shared_trunk"}, "lora has no effect with layout: shared_trunk"),
+    ({"quantization": "4bit"}, "quantization has no effect with layout: separate"),
+    ({"value_coef": 0.2}, "value_coef has no effect with layout: separate; .* set layout: shared_trunk"),
+    ({"value_coef": 0.2, "layout": "adapters"}, "value_coef has no effect with layout: adapters"),
+    ({"kl_horizon": 99}, "kl_horizon has no effect without kl_target; leave it out, or set kl_target"),
+    ({"missing_eos": "subtract"}, "missing_eos has no effect without missing_eos_penalty"),
+    ({"ensemble_penalty": 2.0, "ensemble": "mean"}, "ensemble_penalty has no effect with ensemble: mean"),
+    ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target steers by multiplying kl_coef, and kl_coef is 0"),
     ({"critic_warmup_iterations": 1, "layout": "shared_trunk"}, "critic_warmup_iterations needs a critic of its own"),
-    ({"offload": True, "layout": "adapters"}, "offload has nothing to offload in layout adapters"),
+    ({"offload": True, "layout": "adapters"}, "offload is not possible in layout adapters"),
     ({"lora": {"dropout": 0.1}, "layout": "adapters"}, r"lora\.dropout must be 0"),
 ])  # fmt: skip
-def test_what_has_no_effect_or_no_sense_in_a_layout_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_what_has_no_effect_or_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         settings(**fields)
 

@@ -29,13 +29,14 @@ P18  test_ppo_run::test_samples_of_a_prompt_lie_in_one_rollout_and_differ
      test_ppo_distributed::test_processes_draw_from_streams_of_their_own
 P19  test_ppo_run::test_an_encoder_decoder_is_refused (we pad ourselves: a tokenizer's padding side plays no part)
 P20  test_ppo_run::test_dropout_that_the_model_was_saved_with_is_off_in_rollout_and_update; P2; P26
-P21  test_ppo_memory::test_what_has_no_effect_or_no_sense_in_a_layout_is_refused (lora.dropout)
+P21  test_ppo_memory::test_what_has_no_effect_or_no_sense_is_refused (lora.dropout)
 P22  test_ppo_layouts::test_both_adapters_learn_while_base_and_reference_stay_bit_for_bit
      test_adapters::test_both_of_two_adapters_learn_from_one_backward_pass
 P23  test_ppo_update::test_ten_updates_leave_the_reference_as_it_was_and_move_policy_and_critic
 P24  test_train::test_lora_sft_is_merged_so_that_ppo_starts_at_its_own_reference
 P25  test_ppo_run::test_the_saved_critic_has_its_learned_head
-     test_ppo_layouts::test_the_value_head_is_saved_in_a_file_of_its_own, …::test_the_saved_critic_gives_the_values…
+     test_ppo_layouts::test_the_value_head_of_the_kept_policy_is_saved_in_a_file_of_its_own
+     test_ppo_layouts::test_the_saved_critic_gives_the_values…
      test_models::test_a_missing_score_head_is_an_error_and_not_a_random_head
 P26  test_ppo_memory::test_recomputed_layers_give_the_same_log_probabilities_and_gradients
      test_ppo_memory::test_a_rollout_of_recomputed_layers_uses_the_cache_and_draws_the_same

@@ -332,10 +332,10 @@ def test_a_response_too_long_for_the_reward_model_is_named_and_a_long_prompt_is_
 
 
 def test_prompts_that_a_reward_models_template_refuses_are_found_before_training(scalar: Any, tokenizer: Any) -> None:
-    tool = Prompt([{"role": "tool", "content": "5"}], {})
-    Rewards([ModelReward("ids", scalar)]).check_prompts([tool])  # never writes text
-    with pytest.raises(DataError, match=r"reward text \(folder\): the chat template refuses .*tool: 5"):
-        Rewards([ModelReward("text", scalar, 1.0, tokenizer, "folder")]).check_prompts([*PROMPTS, tool])
+    other = Prompt([{"role": "critic", "content": "5"}], {})
+    Rewards([ModelReward("ids", scalar)]).check_prompts([other])  # never writes text
+    with pytest.raises(DataError, match=r"reward text \(folder\): the chat template refuses .*critic: 5"):
+        Rewards([ModelReward("text", scalar, 1.0, tokenizer, "folder")]).check_prompts([*PROMPTS, other])
 
 
 def test_the_text_of_a_response_ends_at_its_stop_token(tokenizer: Any, episodes: Episodes) -> None:

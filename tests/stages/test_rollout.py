@@ -13,6 +13,7 @@ from rlhf.data.rows import Prompt
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_scalar
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
@@ -119,3 +120,27 @@ def test_a_response_that_ends_in_the_last_slot_has_ended(policy: Any, scorer: An
     rollout = collect(reader, reader, rewards(scorer), None, PROMPTS, ASKED, chosen, every, byte_tokenizer())
     assert rollout.ended.all()
     assert rollout.mask.all()
+
+
+@pytest.mark.parametrize("placement", ["eos", "after_eos"])
+def test_what_the_models_say_does_not_depend_on_who_shares_a_microbatch(
+    policy: Any, scorer: Any, placement: str
+) -> None:
+    """Nor on how many are sampled at a time, at a temperature at which sampling draws nothing."""
+    fields = {"score_placement": placement, "temperature": 1e-4}
+    one, whole, apart = (
+        roll(policy, scorer, **fields, **more) for more in ({"microbatch_size": 1}, {}, {"generation_batch_size": 1})
+    )
+    for other in (whole, apart):
+        width = one.mask.shape[1]
+        assert torch.equal(one.mask, other.mask)
+        rewarded = after_the_end(one.mask) if placement == "after_eos" else one.mask
+        for name in ("logprobs", "ref_logprobs", "values"):
+            ours, theirs = (torch.where(rewarded, getattr(x, name)[:, :width], 0.0) for x in (one, other))
+            counted = rewarded if name == "values" else one.mask
+            torch.testing.assert_close(torch.where(counted, ours, 0.0), torch.where(counted, theirs, 0.0),
+                                       atol=1e-4, rtol=1e-4)  # fmt: skip
+    if placement == "after_eos":
+        shorter = whole.lengths < whole.mask.shape[1]
+        after = whole.values[shorter].gather(1, whole.lengths[shorter][:, None])
+        assert (after != 0).all()
