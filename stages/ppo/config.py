@@ -63,7 +63,7 @@ class PPOSettings(StageSettings):
 
     layout: Literal["separate", "shared_trunk", "adapters"] = "separate"
     """What is in memory: four models; or policy and critic on one trunk; or one base with LoRA adapters for all."""
-    lora: LoraSettings = LoraSettings()
+    lora: LoraSettings = LoraSettings.model_validate({})
     """Adapters in `layout: adapters`, merged in the saved policy. A critic that starts as a reward adapter keeps it."""
     quantization: Literal["8bit", "4bit"] | None = None
     """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes; QLoRA's NF4); `model/` is merged unrounded."""
