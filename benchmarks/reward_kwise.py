@@ -1,6 +1,6 @@
 """K-wise training of the reward model beside pairwise training on the same rankings, by forward passes of answers.
 
-    python benchmarks/reward_kwise.py             two seeds, about three minutes on two idle cores
+    python benchmarks/reward_kwise.py             two seeds, four to five minutes of CPU
     python benchmarks/reward_kwise.py --seeds 0   others
 
 The demo's SFT model learns from rankings of four answers. Pairwise: each pair is a row of its own, whose two answers
