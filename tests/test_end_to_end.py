@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +64,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": f"Who is {h}?", "responses": [f"A {h}.", "No.", "Who?"], "ranks": [1, 2, 2]} for h in heroes
     ])  # fmt: skip
     write(home / "prompts.jsonl", [{"prompt": f"Who is {h}?"} for h in heroes])
+    write(home / "test.jsonl", [{"prompt": "Who is fox?"}, {"prompt": "Who is owl?"}])
+    theirs = [{"question": f"Who is {h}?", "response_j": f"A {h}.", "response_k": "No."} for h in heroes]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(theirs), home / "theirs.parquet")
     return home
 
 
