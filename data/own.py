@@ -106,6 +106,7 @@ def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
         shape = "prompt, chosen, rejected"
         prompt = as_prompt(columns["prompt"])
         responses = [_response(columns, name, prompt) for name in ("chosen", "rejected")]
+        strengths = _strengths(columns.get("strengths"), 2)
     elif "chosen" in columns and "rejected" in columns:
         shape = "chosen, rejected"
         prompt, chosen = _answered(columns["chosen"], "chosen")
@@ -113,6 +114,7 @@ def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
         if prompt != other and prompt_key(prompt) != prompt_key(other):
             raise Unusable("chosen and rejected answer different prompts")
         responses = [chosen, rejected]
+        strengths = _strengths(columns.get("strengths"), 2)
     else:
         raise Unusable("no prompt", columns_found(columns))
     return shape, ranked(prompt, responses, ranks, strengths, columns.get("source", ""))
@@ -155,7 +157,7 @@ def _strengths(values: Any, num: int) -> list[Any] | None:
         raise Unusable(f"strengths is {describe(values)}, not a list")
     if len(values) != num:
         raise Unusable("strengths and responses differ in length", f": {len(values)} and {num}")
-    return values
+    return None if any(value is None or value != value for value in values) else values  # NaN: what pandas writes
 
 
 def _columns(row: Row) -> dict[str, Any]:

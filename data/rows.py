@@ -203,13 +203,16 @@ def _read_together(
 ) -> Iterator[tuple[int, Any]]:
     """The examples of rows that say something only together; a row that none of them counts under is dropped."""
     assert known.read_all is not None
+    row_of = dict(rows)
     kept: set[int] = set()
     lost: dict[int, Unusable] = {}
     for under, example in known.read_all(rows):
         first, *others = under if isinstance(under, tuple) else (under,)
         if kind == "prompts" != known.kind and not isinstance(example, Unusable):
-            example = Prompt(example.prompt, dict(rows)[first])
+            example = Prompt(example.prompt, row_of[first])
         try:
+            if row_of[first].get("tools"):
+                example = told_of_tools(example, row_of[first]["tools"])
             refuse(example)
         except Unusable as unusable:
             lost.setdefault(first, unusable)
@@ -218,6 +221,8 @@ def _read_together(
         else:
             kept.update((first, *others))
             yield first, example
+    if not kept:
+        lost = {number: Unusable("nothing to use in it") for number in row_of} | lost
     for number, why in lost.items():
         if number in kept:
             report.drop_part(number, why)

@@ -1,5 +1,6 @@
 """The command line: `rlhf run demo`. A command imports what it needs when it runs: --help stays quick."""
 
+import io
 import os
 import sys
 import traceback
@@ -230,6 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--debug" in words:
         os.environ[DEBUG] = "1"
     words = [word for word in words if word != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a sign of somebody's data
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(words)
     except RunStopped as stop:

@@ -7,6 +7,8 @@ base weights are the same tensors in all trees, and whose adapter is its alone.
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,10 @@ from peft import (
     PeftModel,
     get_peft_model_state_dict,
     inject_adapter_in_model,
-    load_peft_weights,
     set_peft_model_state_dict,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -92,9 +94,10 @@ def save_adapter(folder: Path, model: PreTrainedModel) -> None:
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Give a model the adapter in `folder`, trainable. Raises RefusedError where the two do not belong together."""
-    _inject(LoraConfig.from_pretrained(folder), model)
-    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in load_peft_weights(str(folder), "cpu").items()}
-    found = set_peft_model_state_dict(model, weights)
+    with _refusing(folder):
+        _inject(LoraConfig.from_pretrained(folder), model)
+        weights = load_file(folder / "adapter_model.safetensors")
+        found = set_peft_model_state_dict(model, {n.removeprefix(_PREFIX): tensor for n, tensor in weights.items()})
     missing = [name for name in found.missing_keys if "lora_" in name]
     if missing or found.unexpected_keys:
         raise RefusedError(f"{folder}: its adapter does not fit; {(missing or found.unexpected_keys)[:3]} differ")
@@ -120,7 +123,8 @@ def load_scalar_on(base: PreTrainedModel, folder: Path) -> ScalarModel:
     """A reward model or critic on the weights of `base`, with adapter, head and rule as `save_scalar` wrote them."""
     classifier = classifier_on(base)
     load_adapter(classifier, folder)
-    classifier.score.load_state_dict(load_file(folder / _HEAD))
+    with _refusing(folder):
+        classifier.score.load_state_dict(load_file(folder / _HEAD))
     setattr(classifier.config, SCORE_KEYS, _rule(folder))
     return ScalarModel(classifier)
 
@@ -170,6 +174,17 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+@contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    """Damaged or missing files are refused by the adapter's folder."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise RefusedError(f"{folder}: its adapter cannot be read: {first}; save it again, or remove it") from error
+
+
 def _rule(folder: Path) -> dict[str, Any]:
-    rule = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(SCORE_KEYS)
+    with _refusing(folder):
+        rule = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(SCORE_KEYS)
     return rule if isinstance(rule, dict) else {}

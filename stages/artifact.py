@@ -129,9 +129,10 @@ def model_digest(reference: str, where: str) -> str:
     if not (folder / "config.json").is_file():
         raise SettingsError(f"{where}: '{reference}' holds no config.json; it must be a saved model")
     total = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+    files = [*folder.iterdir(), *(folder / "adapter").glob("*")]  # PPO reads a reward model's adapter
+    for path in sorted(p for p in files if p.is_file()):
         size = path.stat().st_size
-        total.update(f"{path.name}:{size}".encode())
+        total.update(f"{path.relative_to(folder).as_posix()}:{size}".encode())
         with path.open("rb") as file:
             total.update(file.read(_EDGE))
             file.seek(max(size - _EDGE, 0))
@@ -140,10 +141,11 @@ def model_digest(reference: str, where: str) -> str:
 
 
 def code_digest(reference: str) -> str:
-    """Hash of the source of a `module:function`'s module."""
+    """Hash of a `module:function`: the function's name and the source of its module."""
     module = importlib.import_module(sources.load_function(reference).__module__)
     source = getattr(module, "__file__", None)
-    return hashlib.sha256(Path(source).read_bytes() if source else reference.encode()).hexdigest()
+    name = reference.partition(":")[2].encode()
+    return hashlib.sha256(name + b"\0" + Path(source).read_bytes() if source else reference.encode()).hexdigest()
 
 
 def write_settings(folder: Path, settings: StageSettings) -> None:

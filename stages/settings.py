@@ -158,6 +158,8 @@ def _problem(cls: type[BaseModel], where: str, details: ErrorDetails) -> str:
 def _class_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
     """The section that `path` leads to."""
     for name in path:
+        if name.isdigit():  # an item of a list, whose class was found with the list
+            continue
         field = cls.model_fields.get(name)
         candidates = (field.annotation, *get_args(field.annotation)) if field else ()
         models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]

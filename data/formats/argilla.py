@@ -54,7 +54,9 @@ def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
     for record in records:
         try:
             found.append(
-                _judge(record["fields"], _said(record["responses"])) if "fields" in row else _read_flat(record)
+                _judge(record["fields"], _said(record["responses"]))
+                if "fields" in row and "responses" in row
+                else _read_flat(record)
             )
         except Unusable as unusable:
             found.append(unusable)

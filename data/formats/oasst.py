@@ -133,13 +133,20 @@ def _read_messages(rows: list[Numbered]) -> Iterator[tuple[int | tuple[int, ...]
 
 def _read_message_prompts(rows: list[Numbered]) -> Iterator[tuple[int, Any]]:
     """As of a tree; answers are kept for the questions that follow them."""
-    known = {row["message_id"]: row for _, row in rows}
+    known: dict[Any, dict[str, Any]] = {}
+    for _, row in rows:
+        known.setdefault(row["message_id"], row)
     for number, row in rows:
-        if row["role"] != "assistant":
-            try:
-                yield number, Prompt([_message(before) for before in _path(row["message_id"], known)], row)
-            except Unusable as unusable:
-                yield number, unusable
+        if row["role"] == "assistant":
+            continue
+        try:
+            if row["message_id"] in (None, ""):
+                raise Unusable("no message_id")
+            if known[row["message_id"]] is not row:
+                raise Unusable("a message_id occurs twice", f": {row['message_id']}")
+            yield number, Prompt([_message(before) for before in _path(row["message_id"], known)], row)
+        except Unusable as unusable:
+            yield number, unusable
 
 
 def _path(message_id: Any, known: dict[Any, dict[str, Any]]) -> list[dict[str, Any]]:

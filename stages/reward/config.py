@@ -40,9 +40,9 @@ class RewardSettings(StageSettings):
     loss: Literal["pairs", "plackett_luce", "best_of_k"] = "pairs"
     """Ranking loss: mean over all pairs of a prompt (InstructGPT), listwise, or best against the rest."""
     ties: Literal["drop", "soft"] = "drop"
-    """Equal ranks: no pair, or a pair with label one half."""
+    """Equal ranks: no pair, or a pair with label one half (not with plackett_luce)."""
     margin_scale: float = Field(0.0, ge=0)
-    """Margin of a pair per unit by which one answer's strength exceeds the other's (Llama 2); 0: no margin."""
+    """Margin of a pair per unit by which one answer's strength exceeds the other's (Llama 2); with loss pairs alone."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Chance that a label is wrong."""
     centering: float = Field(0.0, ge=0)

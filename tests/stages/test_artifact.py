@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from rlhf.data.errors import SettingsError
-from rlhf.stages.artifact import Artifact, file_digest, identify, read_settings, seal, write_settings
+from rlhf.stages.artifact import (
+    Artifact,
+    code_digest,
+    file_digest,
+    identify,
+    model_digest,
+    read_settings,
+    seal,
+    write_settings,
+)
 from rlhf.stages.sft.config import SFTSettings
 
 
@@ -102,3 +111,22 @@ def test_an_artifact_is_known_by_its_model_and_not_by_its_logs(settings: SFTSett
         seal(folder, identify(settings), {}, 1, {})
         digests.append(Artifact(folder).digest)
     assert digests[0] == digests[1]
+
+
+def test_another_function_of_the_same_file_is_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_two_rewards.py").write_text(
+        "def one(p, r): return [0] * len(r)\ndef two(p, r): return [1] * len(r)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert code_digest("made_two_rewards:one") == code_digest("made_two_rewards:one")
+    assert code_digest("made_two_rewards:one") != code_digest("made_two_rewards:two")
+
+
+def test_an_adapter_beside_a_models_weights_is_part_of_its_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = model_digest(str(tmp_path), "here")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "value_head.safetensors").write_bytes(b"1")
+    with_head = model_digest(str(tmp_path), "here")
+    (tmp_path / "adapter" / "value_head.safetensors").write_bytes(b"2")
+    assert len({before, with_head, model_digest(str(tmp_path), "here")}) == 3
