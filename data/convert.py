@@ -26,6 +26,8 @@ def convert(source: Source, kind: str, out: Path, max_dropped: float = 0.0, forc
         raise SettingsError(f"{out}: the name must end in .jsonl, by which it is read as JSON Lines")
     if out.exists() and not (force and out.is_file()):
         raise SettingsError(f"{out}: already there; give another name" + (", or --force" if out.is_file() else ""))
+    if source.local.is_dir() and out.resolve().is_relative_to(source.local.resolve()):
+        raise SettingsError(f"{out}: lies in the folder that is read, {source.path}; write it elsewhere")
     if not out.parent.is_dir():
         raise SettingsError(f"{out}: no folder {out.parent}; make it first")
     report = Report(kind)

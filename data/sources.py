@@ -219,7 +219,7 @@ def _function_rows(source: Source) -> Iterator[tuple[int, Row]]:
             yield number, as_row(row)
     except DataError:
         raise
-    except Exception as error:  # whatever a user's function does
+    except (Exception, SystemExit) as error:  # whatever a user's function does
         raise DataError(f"{source.path} row {number + 1}: it raised {type(error).__name__}: {error}") from error
 
 

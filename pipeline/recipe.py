@@ -170,6 +170,7 @@ def _override(config: Any, override: str) -> None:
         raise SettingsError(f"'{override}': not an override; write key=value, for example ppo.learning_rate=1e-5")
     parent = key.strip().rpartition(".")[0]
     try:
+        _spell_out(config, key.strip().split("."))
         found = OmegaConf.select(config, parent) if parent else config
         if found is not None and not OmegaConf.is_config(found):
             raise ValueError(f"{parent} is {found!r}, which has no parts; give it whole: '{parent}={{…: …}}'")
@@ -178,6 +179,15 @@ def _override(config: Any, override: str) -> None:
         OmegaConf.update(config, key.strip(), value, force_add=True)
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
         raise SettingsError(f"override '{override}': {_first_line(error)}") from None
+
+
+def _spell_out(config: Any, parts: list[str]) -> None:
+    """Where an override names a part of a source that is written in short, `data: rows.csv`, give it its long form."""
+    for depth in range(1, len(parts)):
+        place = ".".join(parts[:depth])
+        found = OmegaConf.select(config, place)
+        if isinstance(found, str) and parts[depth - 1].endswith("data"):
+            OmegaConf.update(config, place, {"path": found})
 
 
 def _section_class(stage: str) -> type[StageSettings]:

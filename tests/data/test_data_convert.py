@@ -172,3 +172,10 @@ def test_strengths_that_say_nothing_are_counted(write: Any, strengths: Any, reas
     row = {"prompt": "q", "responses": ["x", "y"], "ranks": [1, 2], "strengths": strengths}
     assert list(iterate(write(row), "preferences", report)) == []
     assert list(report.dropped) == [reason]
+
+
+def test_a_folder_is_not_converted_into_itself(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.jsonl").write_text('{"prompt": "p", "response": "r"}\n')
+    with pytest.raises(SettingsError, match=r"out.jsonl: lies in the folder that is read"):
+        convert(Source(path=str(tmp_path / "set")), "demonstrations", tmp_path / "set" / "out.jsonl")

@@ -385,3 +385,10 @@ def test_the_digest_of_a_function_is_that_of_its_rows(module: str) -> None:
 def test_the_digest_of_a_hub_set_is_its_revision_and_never_downloads() -> None:
     one = digest(Source(path="owner/set", revision="a"))
     assert one == digest(Source(path="owner/set", revision="a")) != digest(Source(path="owner/set", revision="b"))
+
+
+def test_a_function_that_exits_is_an_error_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_exit.py").write_text("import sys\ndef rows(): sys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError, match="made_exit:rows row 1: it raised SystemExit"):
+        rows_of("made_exit:rows")

@@ -60,7 +60,13 @@ def test_interpolation_reaches_other_settings(world: Path) -> None:
 
 def test_an_override_must_be_key_and_value(world: Path) -> None:
     assert "'pretrain': not an override; write key=value" in refusal("pretrain")
-    assert "sft.data is 'demonstrations.jsonl', which has no parts" in refusal("sft.data.column=body")
+    assert "sft.model is 'base', which has no parts" in refusal("sft.model=base", "sft.model.name=body")
+
+
+def test_a_part_of_a_source_that_is_written_in_short_can_be_overridden(world: Path) -> None:
+    sft = load("sft.data.column=body", "sft.data.map.prompt=question").sft
+    assert sft is not None
+    assert (sft.data.path, sft.data.column, sft.data.map) == ("demonstrations.jsonl", "body", {"prompt": "question"})
 
 
 def test_a_section_takes_over_what_it_does_not_set(world: Path) -> None:
