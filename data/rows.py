@@ -122,6 +122,7 @@ def numbered(source: Source, kind: str, report: Report, keep_ties: bool = False)
                 shape, found = PARSERS[kind](row, source)
             else:
                 assert isinstance(row, dict)
+                shapes[known.name] = None  # also where no row of it can be used
                 if known.read_all is not None:
                     waiting.setdefault(known, []).append((number, row))
                     continue
@@ -143,7 +144,6 @@ def numbered(source: Source, kind: str, report: Report, keep_ties: bool = False)
             for example in kept:
                 yield number, example
     for known, rows in waiting.items():
-        shapes[known.name] = None
         yield from _read_together(known, rows, report, refuse, kind)
     _check_map(source, columns)
     report.format = "; ".join(shapes)

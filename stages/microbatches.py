@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 PASS_TOKENS = 128
-"""What a forward and backward pass costs beside its tokens, in tokens: measured for models of 1M to 1B parameters it
-lies between 40 and 2000, and little depends on it."""
+"""What a forward and backward pass is taken to cost beside its tokens, in tokens: an estimate, of which only the cuts
+depend."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ No two answers to one prompt are compared, so a reward model cannot learn from t
 bad answer is no demonstration, whatever the format of its row.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
-from rlhf.data.formats import Format, Numbered
+from rlhf.data.formats import Format
 from rlhf.data.messages import Unusable
 
 _VERDICTS = ("label", "kto_tag", "thumbs")
@@ -45,22 +44,16 @@ def _is_one_answer(row: dict[str, Any]) -> bool:
     return _verdict(row) is not None and any(name in row for name in _ANSWERS)
 
 
-def _refuse(reason: str, rows: list[Numbered]) -> Iterator[tuple[int, Any]]:
-    for number, _ in rows:
-        yield number, Unusable(reason, _CURE)
+def _refuse_label(row: dict[str, Any]) -> NoReturn:
+    raise Unusable("one answer that was judged good or bad, with none to compare", _CURE)
 
 
-def _refuse_labels(rows: list[Numbered]) -> Iterator[tuple[int, Any]]:
-    return _refuse("one answer that was judged good or bad, with none to compare", rows)
+def _refuse_steps(row: dict[str, Any]) -> NoReturn:
+    raise Unusable("labels on the steps of one answer, with none to compare", _CURE)
 
 
-def _refuse_steps(rows: list[Numbered]) -> Iterator[tuple[int, Any]]:
-    return _refuse("labels on the steps of one answer, with none to compare", rows)
-
-
-# `read_all` although rows are refused one by one: where prompts are wanted these rows have good ones, and only
-# formats with `read` are asked for them. No column is required, so that every format that reads such rows comes first.
+# No column is required, so that every format that reads such rows comes first.
 FORMATS = (
-    Format("unpaired_labels", "preferences", (), read_all=_refuse_labels, recognises=_is_one_answer),
-    Format("stepwise_labels", "preferences", ("prompt", "completions", "labels"), read_all=_refuse_steps),
+    Format("unpaired_labels", "preferences", (), _refuse_label, recognises=_is_one_answer),
+    Format("stepwise_labels", "preferences", ("prompt", "completions", "labels"), _refuse_steps),
 )

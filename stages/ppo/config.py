@@ -70,7 +70,7 @@ class PPOSettings(StageSettings):
     offload: bool = False
     """Keep reference and reward models in the CPU's memory while they are not needed."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, a third slower updates."""
+    """Compute activations again in the backward pass instead of keeping them: less memory, slower updates."""
 
     num_iterations: int = Field(100, ge=1)
     """Rollout phases, each followed by its updates."""
