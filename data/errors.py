@@ -11,3 +11,8 @@ class DataError(RefusedError):
 
 class SettingsError(RefusedError):
     """A recipe or setting that cannot be used; the message names the key and the cure."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first; libraries go on for pages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

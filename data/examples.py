@@ -69,13 +69,11 @@ def ranked(
     return Ranking(prompt, responses, numbers, strong, source if isinstance(source, str) else "")
 
 
-def by_score(
-    prompt: Messages, responses: list[str], scores: Sequence[Any], source: Any = "", strength: bool = True
-) -> Ranking:
+def by_score(prompt: Messages, responses: list[str], scores: Sequence[Any], source: Any = "") -> Ranking:
     """A ranking by numbers of which higher is better; equal numbers are ties. Raises Unusable as `ranked`."""
     numbers = [number(score, "score") for score in scores]
     higher = [float(1 + sum(other > score for other in numbers)) for score in numbers]
-    return ranked(prompt, responses, higher, numbers if strength else None, source)
+    return ranked(prompt, responses, higher, numbers, source)
 
 
 def by_votes(prompt: Messages, responses: list[str], votes: Sequence[int | None], source: Any = "") -> Ranking:

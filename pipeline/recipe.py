@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 from yaml import YAMLError
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import SettingsError, first_line
 from rlhf.stages.artifact import STAGES
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -70,7 +70,7 @@ def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
     try:
         content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise SettingsError(f"{recipe}: {error.full_key}: {_first_line(error)}") from None
+        raise SettingsError(f"{recipe}: {error.full_key}: {first_line(error)}") from None
     assert isinstance(content, dict)
     mapping = {str(key): value for key, value in content.items()}
     shared = {name: mapping[name] for name in Shared.model_fields if name in mapping}
@@ -158,7 +158,7 @@ def _read(recipe: str) -> Any:
     except YAMLError as error:
         raise SettingsError(f"{recipe}: not valid YAML: {' '.join(str(error).split())}") from None
     except OmegaConfBaseException as error:
-        raise SettingsError(f"{recipe}: {_first_line(error)}") from None
+        raise SettingsError(f"{recipe}: {first_line(error)}") from None
     if not OmegaConf.is_dict(config):
         raise SettingsError(f"{recipe}: not a recipe; it must be a mapping with sections {', '.join(STAGES)}")
     return config
@@ -178,7 +178,7 @@ def _override(config: Any, override: str) -> None:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
         OmegaConf.update(config, key.strip(), value, force_add=True)
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
-        raise SettingsError(f"override '{override}': {_first_line(error)}") from None
+        raise SettingsError(f"override '{override}': {first_line(error)}") from None
 
 
 def _spell_out(config: Any, parts: list[str]) -> None:
@@ -195,7 +195,3 @@ def _section_class(stage: str) -> type[StageSettings]:
         "pretrain": PretrainSettings, "sft": SFTSettings, "reward": RewardSettings, "ppo": PPOSettings,
     }  # fmt: skip
     return classes[stage]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

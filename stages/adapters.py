@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weight transposed
 
-from rlhf.data.errors import RefusedError
+from rlhf.data.errors import RefusedError, first_line
 from rlhf.stages.models import SCORE_KEYS, ScalarModel, fresh_head
+from rlhf.stages.optimizers import trained
 from rlhf.stages.settings import LoraSettings
 
 _PREFIX = "base_model.model."  # of all names in PEFT's files
@@ -147,18 +148,18 @@ def checkpoint_trained_only(accelerator: Accelerator) -> None:
 
     def on_save(models: list[nn.Module], states: list[dict[str, Tensor]], _folder: str) -> None:
         for number, model in enumerate(models[: len(states)]):
-            names = _trained(accelerator.unwrap_model(model))
+            names = trained(accelerator.unwrap_model(model))
             states[number] = {name: tensor for name, tensor in states[number].items() if name in names}
 
     def on_load(models: list[nn.Module], folder: str) -> None:
         for number, model in enumerate(models):
-            trained = _trained(accelerator.unwrap_model(model))
+            weights = trained(accelerator.unwrap_model(model))
             state = load_file(Path(folder) / f"model{f'_{number}' if number else ''}.safetensors")
-            if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in trained.items()}:
+            if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in weights.items()}:
                 raise RuntimeError(f"{folder}: the checkpoint holds other weights than those that are trained now")
             with torch.no_grad():
                 for name, tensor in state.items():
-                    trained[name].copy_(tensor)
+                    weights[name].copy_(tensor)
         models.clear()  # nothing is left for accelerate to load
 
     accelerator.register_save_state_pre_hook(on_save)
@@ -170,18 +171,15 @@ def _inject(config: LoraConfig, model: PreTrainedModel) -> None:
     cast_adapter_dtype(model, "default")  # beside a base in bfloat16 it would be too, and small steps would be lost
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 @contextmanager
 def _refusing(folder: Path) -> Iterator[None]:
     """Damaged or missing files are refused by the adapter's folder."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise RefusedError(f"{folder}: its adapter cannot be read: {first}; save it again, or remove it") from error
+        raise RefusedError(
+            f"{folder}: its adapter cannot be read: {first_line(error)}; save it again, or remove it"
+        ) from error
 
 
 def _rule(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from rlhf.data.errors import RefusedError
 from rlhf.data.tokens import encode_prompt
 from rlhf.stages.generation import sample
-from rlhf.stages.models import load_policy, load_tokenizer
+from rlhf.stages.models import load_policy, load_tokenizer, num_positions
 from rlhf.stages.runtime import be_quiet
 
 
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    context = num_positions(model)
     length = min(options.max_new_tokens, context // 2)
     history: list[dict[str, str]] = []
     for line in _lines():

@@ -6,6 +6,7 @@ Axis letters in shapes: B rows, P prompt tokens, R response tokens, T = P + R, V
 import hashlib
 import os
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 
 LOGITS_AT_ONCE = 2**27  # numbers: PPO has half a GiB of logits in memory, however long the responses are
@@ -35,7 +36,7 @@ def read_tokenizer(reference: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(reference)
     except (OSError, ValueError) as error:
-        raise RefusedError(f"no tokenizer in '{reference}': {_first_line(error)}") from error
+        raise RefusedError(f"no tokenizer in '{reference}': {first_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers where there are no files of one
         raise RefusedError(f"no tokenizer in '{reference}': its files are missing, or hold special tokens alone")
     return tokenizer
@@ -59,7 +60,7 @@ def load_policy(
     try:
         model, info = AutoModelForCausalLM.from_pretrained(reference, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        raise RefusedError(f"no causal language model in '{reference}': {_first_line(error)}") from error
+        raise RefusedError(f"no causal language model in '{reference}': {first_line(error)}") from error
     if any("ForSequenceClassification" in name for name in model.config.architectures or []):
         raise RefusedError(f"'{reference}' is a reward model, not a language model; name the sft or ppo stage's model")
     if info["missing_keys"]:
@@ -138,7 +139,7 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
             reference, dtype=torch.float32, num_labels=1, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last for a head of several labels
-        raise RefusedError(f"no sequence classifier in '{reference}': {_first_line(error)}") from error
+        raise RefusedError(f"no sequence classifier in '{reference}': {first_line(error)}") from error
     scalar = ScalarModel(model)
     headless = "score.weight" in info["missing_keys"]
     missing = {key for key in info["missing_keys"] if not (new_head and headless and key.startswith("score."))}
@@ -277,9 +278,14 @@ class PolicyModel(nn.Module):
 
 def check_positions(where: str, length: int, model: PreTrainedModel) -> None:
     """Refuse sequences that are longer than the model has positions for; `where` names the settings."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and length > positions:
+    positions = num_positions(model)
+    if length > positions:
         raise SettingsError(f"{where} is {length}, but the model has {positions} positions; lower it")
+
+
+def num_positions(model: PreTrainedModel) -> int:
+    """How many tokens a decoder takes; a very large number where its positions have no end."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -325,7 +331,3 @@ def check_hand_over(ours: dict[str, Any], theirs: dict[str, Any], our_name: str,
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

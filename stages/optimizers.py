@@ -18,11 +18,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
+def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The weights that learn, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def adamw(model: torch.nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
     """AdamW over the trainable weights; only matrices decay (norms and biases do not)."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    weights = trained(model).values()
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in weights if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.95), fused=True)

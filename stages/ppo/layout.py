@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf.stages import adapters
 from rlhf.stages.artifact import model_digest
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, load_policy, load_scalar, save_folder
+from rlhf.stages.optimizers import trained
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
@@ -51,7 +52,9 @@ class Roles:
 
 def ppo_adamw(models: list[tuple[nn.Module, float]]) -> torch.optim.AdamW:
     """AdamW over the trained weights of `models`, each with its peak learning rate; eps as in Huang et al. 2024."""
-    groups: list[dict[str, Any]] = [{"params": _trained(model), "lr": rate, "peak": rate} for model, rate in models]
+    groups: list[dict[str, Any]] = [
+        {"params": list(trained(model).values()), "lr": rate, "peak": rate} for model, rate in models
+    ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0, fused=True)
 
 
@@ -179,7 +182,7 @@ def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, floa
         if total:
             found[name] = total / GIB
     if settings.ema_decay is not None:
-        found["moving average"] = 4 * sum(parameter.numel() for parameter in _trained(roles.policy)) / GIB
+        found["moving average"] = 4 * sum(parameter.numel() for parameter in trained(roles.policy).values()) / GIB
     config = roles.policy.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -229,7 +232,3 @@ def save_critic(
         adapters.save_scalar(folder, critic, model_digest(settings.model, "ppo.model"))
     else:
         save_folder(folder, critic, tokenizer)
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -20,11 +20,19 @@ from transformers import (
 )
 
 from rlhf.data.collate import pad_right
-from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.tokens import encode_example
 from rlhf.stages.microbatches import pieces
-from rlhf.stages.models import ScalarModel, check_positions, hand_over, load_scalar, load_tokenizer, read_tokenizer
+from rlhf.stages.models import (
+    ScalarModel,
+    check_positions,
+    hand_over,
+    load_scalar,
+    load_tokenizer,
+    num_positions,
+    read_tokenizer,
+)
 from rlhf.stages.ppo.config import PPOSettings
 
 
@@ -60,8 +68,7 @@ class ModelReward(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.scalar, self.weight, self.tokenizer, self.reference = name, scalar, weight, tokenizer, reference
-        positions = getattr(scalar.classifier.config.get_text_config(), "max_position_embeddings", None)
-        self.max_length: int = positions or sys.maxsize
+        self.max_length = num_positions(scalar.classifier)
 
     def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> Tensor:
         """Scores [B]."""
@@ -184,8 +191,7 @@ def _load_pair(reference: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
             reference, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RefusedError(f"no sequence classifier in '{reference}': {reason}") from error
+        raise RefusedError(f"no sequence classifier in '{reference}': {first_line(error)}") from error
     if model.config.is_encoder_decoder:
         raise RefusedError(f"'{reference}' is an encoder-decoder; use a decoder or an encoder")
     if info["missing_keys"]:

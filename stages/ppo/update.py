@@ -10,6 +10,7 @@ from torch import Tensor
 from rlhf.data.collate import batch_indices
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import PolicyModel
+from rlhf.stages.optimizers import trained
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import MAX_LOG_RATIO, kl_estimate, loss_denominator, policy_loss, value_loss
 from rlhf.stages.ppo.rollout import Rollout, response_values
@@ -191,19 +192,19 @@ class MovingAverage:
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
         if decay is not None:
-            self.weights = {name: p.detach().float().clone() for name, p in _trained(policy)}
+            self.weights = {name: p.detach().float().clone() for name, p in trained(policy).items()}
 
     @torch.no_grad()
     def update(self, policy: PolicyModel) -> None:
         """Once per optimiser step."""
         if self.decay is not None:
-            for name, parameter in _trained(policy):
+            for name, parameter in trained(policy).items():
                 self.weights[name].lerp_(parameter.float(), 1 - self.decay)
 
     @torch.no_grad()
     def swap(self, policy: PolicyModel) -> None:
         """Exchange the policy's weights with the averages; twice is as if nothing had happened."""
-        for name, parameter in _trained(policy):
+        for name, parameter in trained(policy).items():
             current = parameter.detach().float().clone()
             parameter.copy_(self.weights[name])
             self.weights[name] = current
@@ -214,7 +215,3 @@ class MovingAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, weights in state.items():
             self.weights[name].copy_(weights)
-
-
-def _trained(policy: PolicyModel) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, p) for name, p in policy.named_parameters() if p.requires_grad]

@@ -1,7 +1,6 @@
 """How good the reward model is, from its scores of the held-out answers: each read once, shared by the processes."""
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.rows import prompt_text
 from rlhf.data.tokens import encode_example
 from rlhf.stages.artifact import replace_text
-from rlhf.stages.models import ScalarModel, load_scalar, load_tokenizer
+from rlhf.stages.models import ScalarModel, load_scalar, load_tokenizer, num_positions
 from rlhf.stages.reward.batches import Batch, Ranked, collate, padded, passes
 from rlhf.stages.reward.card import Scored, accuracy_of, agreement, ordered_pairs, report_card, worst_pairs
 from rlhf.stages.reward.config import RewardSettings
@@ -104,11 +103,11 @@ def scores_of_others(run: Runtime[RewardSettings], data: list[Ranked]) -> Others
             model = load_scalar(reference, tokenizer).to(run.device)
         except RefusedError as error:
             raise SettingsError(f"reward.compare_with: {error}") from error
-        positions = getattr(model.classifier.config.get_text_config(), "max_position_embeddings", None)
+        positions = num_positions(model.classifier)
         read: list[Ranked] = []
         places = []
         for place, row in enumerate(data):
-            encoded = [encode_example(tokenizer, row.prompt, text, positions or sys.maxsize) for text in row.responses]
+            encoded = [encode_example(tokenizer, row.prompt, text, positions) for text in row.responses]
             answers = [answer for answer in encoded if answer is not None]
             if len(answers) == len(encoded):
                 read.append(replace(row, answers=answers))
