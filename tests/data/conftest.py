@@ -1,9 +1,13 @@
-"""A tiny byte-level BPE tokenizer, trained in memory."""
+"""Files of rows, and a tiny byte-level BPE tokenizer, trained in memory."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rlhf.data.sources import Source
 
 CORPUS = [
     "Name a colour blue red green",
@@ -49,3 +53,15 @@ def tokenizer(build_tokenizer: Callable[..., Any]) -> Any:
     ensure_chat_template(tokenizer)
     ensure_pad(tokenizer)
     return tokenizer
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Source]:
+    """Call it with rows for a JSON Lines file of them; keyword arguments are further fields of the source."""
+
+    def write(*rows: Any, **settings: Any) -> Source:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Source(path=str(file), **settings)
+
+    return write

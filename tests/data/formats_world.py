@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rlhf.data.check import check
 from rlhf.data.rows import Loaded, load
 from rlhf.data.sources import Source
 
@@ -30,3 +31,23 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+def ranks(source: Source) -> list[list[float]]:
+    """Ranks of all that can be used, ties kept."""
+    return [ranking.ranks for ranking in load(source, "preferences", keep_ties=True).rows]
+
+
+def why(source: Source, kind: str = "preferences") -> dict[str, list[int]]:
+    return {reason: drop.rows for reason, drop in load(source, kind).report.dropped.items()}
+
+
+def found(source: Source, kind: str = "preferences") -> tuple[Any, ...]:
+    """(format, rows, kept, {reason: (count, rows)}, pairs, ties, prompts) as `rlhf data check` tells them."""
+    told = check(source, kind)
+    dropped = {reason: (drop["count"], drop["rows"]) for reason, drop in told["dropped"].items()}
+    return (
+        *(told[name] for name in ("format", "rows", "kept")),
+        dropped,
+        *(told[n] for n in ("pairs", "ties", "prompts")),
+    )

@@ -19,16 +19,6 @@ from rlhf.data.sources import Source
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write(*rows: Any) -> Source:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Source(path=str(file))
-
-    return write
-
-
-@pytest.fixture
 def words(tmp_path: Path) -> str:
     """A folder with a tokenizer whose tokens are words; what else its file asks for must not count."""
     tokenizer = Tokenizer(WordLevel({"?": 0}, unk_token="?"))

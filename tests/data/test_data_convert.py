@@ -13,16 +13,6 @@ from rlhf.data.rows import Ranking, Report, iterate, load, read_rankings
 from rlhf.data.sources import Source
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write(*rows: Any) -> Source:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Source(path=str(file))
-
-    return write
-
-
 def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 

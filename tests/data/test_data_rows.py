@@ -1,6 +1,5 @@
 """Accepted shapes of rows, and what happens to rows that cannot be used."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,6 @@ def transcript(answer: str, question: str = "Hi") -> str:
 
 
 SYSTEM = {"role": "system", "content": "Answer in French."}
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write(*rows: Any) -> Source:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Source(path=str(file))
-
-    return write
 
 
 def counts(report: Any) -> dict[str, tuple[int, list[int]]]:

@@ -37,16 +37,6 @@ def said(*turns: str) -> list[dict[str, str]]:
     return [dict(zip(("from", "value"), turn.split(": ", 1), strict=True)) for turn in turns]
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write(*rows: Any, **settings: Any) -> Source:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Source(path=str(file), **settings)
-
-    return write
-
-
 def dropped(report: Any) -> dict[str, list[int]]:
     return {reason: drop.rows for reason, drop in report.dropped.items()}
 

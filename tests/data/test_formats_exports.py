@@ -1,38 +1,12 @@
 """Exports of annotation tools: whose vote counts, and what they become."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from formats_world import ranks, user, why
 
 from rlhf.data.errors import DataError
-from rlhf.data.rows import Ranking, load, read_rankings
-from rlhf.data.sources import Source
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write(*rows: Any, **settings: Any) -> Source:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Source(path=str(file), **settings)
-
-    return write
-
-
-def ranks(source: Source) -> list[list[float]]:
-    """Ranks of all that can be used, ties kept."""
-    return [ranking.ranks for ranking in load(source, "preferences", keep_ties=True).rows]
-
-
-def why(source: Source, kind: str = "preferences") -> dict[str, list[int]]:
-    return {reason: drop.rows for reason, drop in load(source, kind).report.dropped.items()}
-
+from rlhf.data.rows import Ranking, read_rankings
 
 # -- Argilla -----------------------------------------------------------------------------------------------
 

@@ -1,56 +1,17 @@
 """Single answers with a verdict are no rankings, and the bad ones no demonstrations; each of TRL's formats."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from formats_world import assistant, found, ranks, user, why
 
-from rlhf.data.check import check
 from rlhf.data.errors import DataError
-from rlhf.data.rows import load, read_demonstrations, read_prompts, read_rankings
+from rlhf.data.rows import read_demonstrations, read_prompts, read_rankings
 from rlhf.data.sources import Source
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "preferences"
 published = pytest.mark.skipif(not DATA.is_dir(), reason="no shared data here")
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Any:
-    def write(*rows: Any, **settings: Any) -> Source:
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Source(path=str(file), **settings)
-
-    return write
-
-
-def ranks(source: Source) -> list[list[float]]:
-    """Ranks of all that can be used, ties kept."""
-    return [ranking.ranks for ranking in load(source, "preferences", keep_ties=True).rows]
-
-
-def why(source: Source, kind: str = "preferences") -> dict[str, list[int]]:
-    return {reason: drop.rows for reason, drop in load(source, kind).report.dropped.items()}
-
-
-def found(source: Source, kind: str = "preferences") -> tuple[Any, ...]:
-    """(format, rows, kept, {reason: (count, rows)}, pairs, ties, prompts) as `rlhf data check` tells them."""
-    told = check(source, kind)
-    dropped = {reason: (drop["count"], drop["rows"]) for reason, drop in told["dropped"].items()}
-    return (
-        *(told[name] for name in ("format", "rows", "kept")),
-        dropped,
-        *(told[n] for n in ("pairs", "ties", "prompts")),
-    )
 
 
 LONE = "one answer that was judged good or bad, with none to compare"
