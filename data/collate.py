@@ -34,6 +34,13 @@ def _pad(sequences: Sequence[Sequence[int]], pad_id: int, left: bool) -> tuple[T
     return ids, mask
 
 
+def pad_examples(batch: Sequence[Encoded], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, mask, response mask) [B, T], padded right; the last is True on the response with its eos."""
+    ids, mask = pad_right([example.input_ids for example in batch], pad_id)
+    starts = torch.tensor([example.prompt_length for example in batch])
+    return ids, mask, mask & (torch.arange(ids.shape[1]) >= starts[:, None])
+
+
 def labels(batch: Sequence[Encoded]) -> Tensor:
     """Labels [B, T], padded right: the response with its eos, -100 on prompt and padding.
 

@@ -126,10 +126,9 @@ def numbered(source: Source, kind: str, report: Report, keep_ties: bool = False)
                 if known.read_all is not None:
                     waiting.setdefault(known, []).append((number, row))
                     continue
-                shape, found = known.name, _read(known, row, kind)
-            examples = found if isinstance(found, list) else [found]
-            if isinstance(row, dict) and row.get("tools"):
-                examples = [told_of_tools(example, row["tools"]) for example in examples]
+                assert known.read is not None
+                shape, found = known.name, known.read(row)
+            examples = [_wanted(e, row, kind) for e in (found if isinstance(found, list) else [found])]
             kept, lost = _sorted_out(examples, refuse)
             if not kept:
                 first = lost[0] if lost else Unusable("nothing to use in it")
@@ -171,14 +170,12 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
     return known
 
 
-def _read(known: formats.Format, row: dict[str, Any], kind: str) -> Any:
-    """The examples of one row; of another kind's, their prompt."""
-    assert known.read is not None
-    found = known.read(row)
-    if kind != "prompts" or known.kind == "prompts":
-        return found
-    examples = found if isinstance(found, list) else [found]
-    return [e if isinstance(e, Unusable) else Prompt(e.prompt, row) for e in examples]
+def _wanted(example: Any, row: Row, kind: str) -> Any:
+    """An example as the kind that is wanted (of another kind's, its prompt), told of the tools that its row offers."""
+    if kind == "prompts" and isinstance(example, (Demonstration, Ranking)):
+        assert isinstance(row, dict)
+        example = Prompt(example.prompt, row)
+    return told_of_tools(example, row["tools"]) if isinstance(row, dict) and row.get("tools") else example
 
 
 def _sorted_out(examples: list[Any], refuse: Callable[[Any], None]) -> tuple[list[Any], list[Unusable]]:
@@ -208,11 +205,8 @@ def _read_together(
     lost: dict[int, Unusable] = {}
     for under, example in known.read_all(rows):
         first, *others = under if isinstance(under, tuple) else (under,)
-        if kind == "prompts" != known.kind and not isinstance(example, Unusable):
-            example = Prompt(example.prompt, row_of[first])
         try:
-            if row_of[first].get("tools"):
-                example = told_of_tools(example, row_of[first]["tools"])
+            example = _wanted(example, row_of[first], kind)
             refuse(example)
         except Unusable as unusable:
             lost.setdefault(first, unusable)

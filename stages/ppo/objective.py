@@ -84,6 +84,11 @@ def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     return whitened if shift_mean else _where(mask, whitened + mean)
 
 
+def update_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """By how much the update has changed the log-probability of each counted token [B,R]; 0 elsewhere."""
+    return _where(mask, _float(logprobs) - _float(old_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -102,7 +107,7 @@ def policy_loss(
     `denominator` (see `loss_denominator`) makes the loss, not the stats, another mean than that over tokens.
     """
     advantages = _where(mask, advantages)
-    log_ratio = _where(mask, _float(logprobs) - _float(old_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = update_log_ratio(logprobs, old_logprobs, mask)
     ratio = log_ratio.exp()
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - clip_range, 1 + clip_range) * advantages

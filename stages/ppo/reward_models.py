@@ -19,10 +19,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf.data.collate import pad_right
+from rlhf.data.collate import pad_examples
 from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.rows import Prompt, prompt_text
-from rlhf.data.tokens import encode_example
+from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import (
     ScalarModel,
@@ -90,23 +90,19 @@ class ModelReward(nn.Module):
     def _from_text(self, episodes: Episodes, rows: range) -> Tensor:
         assert self.tokenizer is not None
         encoded = [self._encode(episodes, row) for row in rows]
-        ids, attention_mask = pad_right([ids for ids, _ in encoded], self.tokenizer.pad_token_id)
-        starts = torch.tensor([prompt_length for _, prompt_length in encoded])
-        in_response = attention_mask & (torch.arange(ids.shape[1]) >= starts[:, None])
         device = next(self.scalar.parameters()).device
-        ids, attention_mask, in_response = (x.to(device) for x in (ids, attention_mask, in_response))
+        ids, attention_mask, in_response = (x.to(device) for x in pad_examples(encoded, self.tokenizer.pad_token_id))
         return self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(episodes.input_ids.device)
 
-    def _encode(self, episodes: Episodes, row: int) -> tuple[list[int], int]:
-        """(ids, length of the prompt in them). A response that was cut off gets no eos: its ids have none either."""
+    def _encode(self, episodes: Episodes, row: int) -> Encoded:
+        """Prompt and response. A response that was cut off gets no eos: its ids have none either."""
         prompt = episodes.prompts[row].messages
         example = encode_example(self.tokenizer, prompt, episodes.responses[row], self.max_length)
         if example is None:
             raise _too_long(self, episodes, row)
-        ids, prompt_length = example.input_ids, example.prompt_length
-        if not episodes.ended[row] and len(ids) - prompt_length > 1:
-            ids = ids[:-1]
-        return ids, prompt_length
+        if not episodes.ended[row] and len(example.input_ids) - example.prompt_length > 1:
+            return Encoded(example.input_ids[:-1], example.prompt_length)
+        return example
 
 
 class PairReward(nn.Module):

@@ -12,7 +12,7 @@ from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.optimizers import trained
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.objective import MAX_LOG_RATIO, kl_estimate, loss_denominator, policy_loss, value_loss
+from rlhf.stages.ppo.objective import kl_estimate, loss_denominator, policy_loss, update_log_ratio, value_loss
 from rlhf.stages.ppo.rollout import Rollout, response_values
 from rlhf.stages.ppo.shaping import Targets
 from rlhf.stages.runtime import Runtime
@@ -87,7 +87,7 @@ class Updater:
         found = dict(zip(names, totals.tolist(), strict=True)) | {"num_updates": num_updates}
         for name in (name for name in names if name.endswith("_grad_norm")):
             found[name] *= (step + 1) / num_updates
-        return found | ratios.stats(run, step + 1) if policy_learns else found
+        return found | ratios.stats(run, step + 1, found["ratio"]) if policy_learns else found
 
     def _critic_backward(self, part: Rollout, learned: Targets, num_values: Tensor) -> dict[str, Tensor]:
         assert self.critic is not None
@@ -124,7 +124,7 @@ class Updater:
             logprobs, part.logprobs, learned.advantages, part.mask, settings.clip_range, settings.dual_clip,
             num_tokens, denominator,
         )  # fmt: skip
-        ratios.add(logprobs.detach() - part.logprobs, part.mask, num_tokens)
+        ratios.add(update_log_ratio(logprobs.detach(), part.logprobs, part.mask), part.mask, num_tokens)
 
         def spread(values: Tensor) -> Tensor:
             return (torch.where(part.mask, values, 0.0) / denominator).sum()
@@ -167,20 +167,18 @@ class Ratios:
     """How far the probability ratios of an update phase lie apart: minimum, maximum and variance over its tokens."""
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(2, device=device)  # of the log-ratios' exponentials and of their squares
+        self.squares = torch.zeros((), device=device)  # mean of the squared ratios, summed over optimiser steps
         self.highest = torch.full((2,), -torch.inf, device=device)  # of −log-ratio and of log-ratio
 
     def add(self, log_ratio: Tensor, mask: Tensor, num_tokens: Tensor) -> None:
         """Log-ratios [B,R] of a microbatch; `num_tokens` are those of the whole optimiser step."""
-        log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        ratio = torch.where(mask, log_ratio.exp(), 0.0)
-        self.sums += torch.stack([ratio.sum(), ratio.square().sum()]) / num_tokens
+        self.squares += torch.where(mask, (2 * log_ratio).exp(), 0.0).sum() / num_tokens
         found = [torch.where(mask, x, -torch.inf).amax() for x in (-log_ratio, log_ratio)]
         self.highest = torch.maximum(self.highest, torch.stack(found))
 
-    def stats(self, run: Runtime[PPOSettings], num_steps: int) -> dict[str, float]:
-        """Over `num_steps` optimiser steps and all processes."""
-        mean, square = (run.sum(self.sums) / num_steps).tolist()
+    def stats(self, run: Runtime[PPOSettings], num_steps: int, mean: float) -> dict[str, float]:
+        """Over `num_steps` optimiser steps and all processes, in which the ratios average `mean`."""
+        square = run.sum(self.squares).item() / num_steps
         down, up = run.max(self.highest).tolist()
         return {"ratio_min": math.exp(-down), "ratio_max": math.exp(up), "ratio_var": max(square - mean**2, 0.0)}
 

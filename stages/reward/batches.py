@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.collate import pad_right
+from rlhf.data.collate import pad_examples
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Messages, Ranking
 from rlhf.data.tokens import Encoded, encode_example
@@ -59,9 +59,7 @@ class Batch:
 def collate(rows: Sequence[Ranked], pad: int, device: torch.device) -> Batch:
     """The tensors of some prompts."""
     answers = [answer for row in rows for answer in row.answers]
-    ids, attention = pad_right([answer.input_ids for answer in answers], pad)
-    starts = torch.tensor([answer.prompt_length for answer in answers])
-    response = attention & (torch.arange(ids.shape[1]) >= starts[:, None])
+    ids, attention, response = pad_examples(answers, pad)
     best = torch.tensor([best for row in rows for best in row.best])
     ranks, mask = padded([row.ranks for row in rows])
     strengths, _ = padded([row.strengths or [0.0] * len(row.ranks) for row in rows])
