@@ -1,7 +1,8 @@
 """From token lists to tensors, and which rows an optimiser step sees."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -50,17 +51,73 @@ def labels(batch: Sequence[Encoded]) -> Tensor:
     return pad_right(hidden, IGNORED)[0]
 
 
-def blocks(tokens: Sequence[int], length: int, where: str) -> Tensor:
-    """Rows [N, length + 1] that overlap by one token, so that each token but the first is predicted once.
+class Blocks:
+    """A stream of tokens as rows of `length` + 1 that overlap by one, so that each token but the first is predicted
+    once. The tokens may lie in a file that is mapped into memory: a row is read when it is asked for.
 
     Raises DataError, naming `where`, when the tokens do not fill one row.
     """
-    if len(tokens) < length + 1:
-        raise DataError(
-            f"{where}: the text gives {len(tokens)} tokens, but a block needs {length + 1}; "
-            "use more text or smaller blocks"
-        )
-    return torch.tensor(tokens).unfold(0, length + 1, length)
+
+    def __init__(self, tokens: np.ndarray, length: int, where: str) -> None:
+        if len(tokens) < length + 1:
+            raise DataError(
+                f"{where}: the text gives {len(tokens)} tokens, but a block needs {length + 1}; "
+                "use more text or smaller blocks"
+            )
+        self.tokens, self.length = tokens, length
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, rows: Sequence[int]) -> Tensor:
+        """Ids [n, length + 1] of n rows."""
+        return self._from(np.asarray(rows, dtype=np.int64) * self.length)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole stream."""
+        return len(self.tokens)
+
+    def batch(self, step: int, batch_size: int, seed: int) -> Tensor:
+        """Ids [B, length + 1] of optimiser step `step`, from 0."""
+        return self.at(range(step * batch_size, (step + 1) * batch_size), seed)
+
+    def at(self, places: Sequence[int], seed: int) -> Tensor:
+        """Ids [n, length + 1] at places of the stream of shuffled epochs.
+
+        From the second epoch on the rows begin elsewhere in the tokens, going round at their end, so that a text is
+        not cut at the same places, and a token not seen with the same ones before it, time and again.
+        """
+        starts = [
+            row_at(place, len(self), seed) * self.length + _shift(self.length, seed, place // len(self))
+            for place in places
+        ]
+        return self._from(np.asarray(starts))
+
+    def _from(self, starts: np.ndarray) -> Tensor:
+        taken = (starts[:, None] + np.arange(self.length + 1)) % len(self.tokens)
+        return torch.from_numpy(self.tokens[taken].astype(np.int64))
+
+
+def blocks(documents: Iterable[Sequence[int]], length: int, where: str) -> Tensor:
+    """All rows [N, length + 1] of a text that fits into memory. Raises DataError as `Blocks`."""
+    rows = Blocks(np.fromiter(chain.from_iterable(documents), dtype=np.int64), length, where)
+    return rows[range(len(rows))]
+
+
+def document_mask(ids: Tensor, eos_token_id: int) -> tuple[Tensor, Tensor]:
+    """(positions [B,T], mask [B,1,T,T] bool) that keep the documents of a block apart, from ids [B,T].
+
+    An eos belongs to the document that it ends. Positions restart after it; the mask is True where a token (second to
+    last axis) may look: at itself and at what comes before it in its own document.
+    """
+    places = torch.arange(ids.shape[1], device=ids.device)
+    is_eos = ids == eos_token_id
+    document = is_eos.cumsum(-1) - is_eos.long()  # [B,T]: ends before this token
+    same = document[:, :, None] == document[:, None, :]
+    starts = torch.zeros_like(ids)
+    starts[:, 1:] = torch.where(is_eos[:, :-1], places[1:], 0)
+    return places - starts.cummax(-1).values, (same & (places[:, None] >= places)).unsqueeze(1)
 
 
 def batch_indices(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:
@@ -71,10 +128,19 @@ def batch_indices(num_rows: int, batch_size: int, step: int, seed: int) -> list[
     """
     if num_rows < 1 or batch_size < 1 or step < 0:
         raise ValueError(f"no batch from num_rows={num_rows}, batch_size={batch_size}, step={step}")
-    places = range(step * batch_size, (step + 1) * batch_size)
-    return [int(_order(num_rows, seed, place // num_rows)[place % num_rows]) for place in places]
+    return [row_at(place, num_rows, seed) for place in range(step * batch_size, (step + 1) * batch_size)]
 
 
-@lru_cache(maxsize=8)
+def row_at(place: int, num_rows: int, seed: int) -> int:
+    """The row at a place of the stream of shuffled epochs."""
+    return int(_order(num_rows, seed, place // num_rows)[place % num_rows])
+
+
+@lru_cache(maxsize=32)  # a mixture needs one or two of each source
 def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+@lru_cache(maxsize=32)
+def _shift(length: int, seed: int, epoch: int) -> int:
+    return int(np.random.default_rng([seed, epoch, 1]).integers(length)) if epoch else 0

@@ -1,6 +1,7 @@
 """What reading a source found: rows kept, and rows and parts of rows left out, by reason and row number."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rlhf.data.examples import DELETED, UNJUDGED
 from rlhf.data.messages import Unusable
@@ -35,6 +36,8 @@ class Report:
     parts: dict[str, Dropped] = field(default_factory=dict)
     """What was left out of rows that were kept, such as one of many rankings in a tree of answers."""
     warnings: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    """Files read so far, in order; while rows are read the last one is theirs. A hub id or a function has none."""
 
     @property
     def bad(self) -> int:

@@ -107,7 +107,7 @@ def numbered(source: Source, kind: str, report: Report, keep_ties: bool = False)
         elif kind == "preferences" and not keep_ties:
             _refuse_tie(example)
 
-    for number, raw in read_rows(source):
+    for number, raw in read_rows(source, report.files):
         report.rows += 1
         if source.map and isinstance(raw, dict):
             columns |= dict.fromkeys(raw)

@@ -7,12 +7,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhf.data.errors import DataError
 from rlhf.data.files import (
@@ -30,12 +30,14 @@ from rlhf.data.files import (
 __all__ = [
     "Row",
     "Source",
+    "TextSource",
     "Unreadable",
     "describe",
     "digest",
     "load_function",
     "local_hint",
     "locate",
+    "named",
     "read_rows",
 ]
 
@@ -79,14 +81,33 @@ class Source(BaseModel):
         return Path(self.path).expanduser()
 
 
-def read_rows(source: Source) -> Iterator[tuple[int, Row]]:
+class TextSource(Source):
+    """One source of raw text among several."""
+
+    weight: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Its share of the training tokens, beside the weights of the other sources. Without weights each text is seen
+    once per pass."""
+
+
+AnySource = TypeVar("AnySource", bound=Source)
+
+
+def named(field: str, sources: Sequence[AnySource]) -> dict[str, AnySource]:
+    """Sources by the name of their setting: `data`, or of several `data[0]`, `data[1]` …"""
+    if len(sources) == 1:
+        return {field: sources[0]}
+    return {f"{field}[{place}]": source for place, source in enumerate(sources)}
+
+
+def read_rows(source: Source, files: list[Path] | None = None) -> Iterator[tuple[int, Row]]:
     """Yield (row number from 1, row) as written in the source, nothing interpreted.
 
     Row numbers are lines in JSONL and records elsewhere (a CSV header is not counted); a folder counts on
-    through its files in sorted order. Raises DataError when the source is missing, empty or unreadable.
+    through its files in sorted order. Each file is added to `files` before its first row is read.
+    Raises DataError when the source is missing, empty or unreadable.
     """
     number = 0
-    for number, row in _numbered(source):
+    for number, row in _numbered(source, [] if files is None else files):
         yield number, row
     if number == 0:
         raise DataError(f"{source.path}: it is empty; at least one row is needed")
@@ -112,6 +133,8 @@ def digest(source: Source) -> str:
     Of a hub id only what names it (no network): without a revision, a later change there goes unnoticed.
     """
     chosen = f"column:{source.column}\nmap:{json.dumps(source.map, sort_keys=True)}\nformat:{source.format}\n"
+    if isinstance(source, TextSource) and source.weight is not None:
+        chosen += f"weight:{source.weight}\n"
     sha = hashlib.sha256(chosen.encode())
     kind = _kind(source)
     if kind == "file":
@@ -181,9 +204,10 @@ def _kind(source: Source) -> str:
     return "hub"
 
 
-def _numbered(source: Source) -> Iterator[tuple[int, Row]]:
+def _numbered(source: Source, opened: list[Path]) -> Iterator[tuple[int, Row]]:
     kind = _kind(source)
     if kind == "file":
+        opened.append(source.local)
         yield from read_file(source.local, source.column)
     elif kind == "folder":
         files = folder_files(source.local)
@@ -191,6 +215,7 @@ def _numbered(source: Source) -> Iterator[tuple[int, Row]]:
             raise DataError(f"{source.path}: no readable file in this folder; known: {', '.join(KNOWN_SUFFIXES)}")
         before = 0
         for file in files:
+            opened.append(file)
             last = 0
             for last, row in read_file(file, source.column):
                 yield before + last, row

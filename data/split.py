@@ -1,5 +1,6 @@
 """Train and evaluation rows, split by prompt: what is evaluated on was trained on in no stage."""
 
+import math
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TypeVar
@@ -29,19 +30,21 @@ def split_by_prompt(rows: Iterable[T], key: Callable[[T], str], eval_share: floa
     With one distinct prompt the evaluation side is empty.
     """
     rows = list(rows)
-    keys = [key(row) for row in rows]
-    places = {text: _place(text) for text in set(keys)}
-    chosen = {text for text, place in places.items() if place < eval_share}
-    if eval_share > 0 and len(places) > 1:
-        if not chosen:
-            chosen = {min(places, key=places.__getitem__)}
-        elif len(chosen) == len(places):
-            chosen.remove(max(places, key=places.__getitem__))
-    elif len(places) <= 1:
-        chosen = set()
-    train = [row for row, text in zip(rows, keys, strict=True) if text not in chosen]
-    evaluation = [row for row, text in zip(rows, keys, strict=True) if text in chosen]
+    places = [place(key(row)) for row in rows]
+    end = border(min(places, default=0), max(places, default=0), eval_share)
+    train = [row for row, where in zip(rows, places, strict=True) if where >= end]
+    evaluation = [row for row, where in zip(rows, places, strict=True) if where < end]
     return train, evaluation
+
+
+def border(lowest: float, highest: float, eval_share: float) -> float:
+    """The place below which texts are held out, given the lowest and the highest place of all: `eval_share`, or so
+    much more or less that neither side is empty."""
+    if eval_share == 0 or lowest == highest:
+        return 0.0
+    if lowest >= eval_share:
+        return math.nextafter(lowest, 1)
+    return min(eval_share, highest)
 
 
 def without(train: Iterable[T], evaluation: Iterable[T], key: Callable[[T], str]) -> tuple[list[T], int]:
@@ -52,7 +55,7 @@ def without(train: Iterable[T], evaluation: Iterable[T], key: Callable[[T], str]
     return kept, len(train) - len(kept)
 
 
-def _place(text: str) -> float:
+def place(text: str) -> float:
     """A number in [0, 1) that depends on the text alone."""
     raw = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(raw, "big") / 2**64

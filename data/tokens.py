@@ -7,10 +7,9 @@ Text stays text: a special token that rows spell out ("<|endoftext|>") becomes t
 chat template, and this file where an answer or document ends, write special tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -83,15 +82,25 @@ def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_le
     return Encoded(prompt_ids + response_ids, len(prompt_ids))
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> list[int]:
-    """All documents as one stream of ids, eos after each, ready to be cut into blocks."""
-    ids: list[int] = []
-    texts = iter(texts)
-    while some := list(islice(texts, 1000)):
-        for document in _text_ids(tokenizer, some):
-            ids += document
-            ids.append(tokenizer.eos_token_id)
-    return ids
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """The ids of each document, eos at their end: joined they are a stream that is ready to be cut into blocks."""
+    for some in _batches(texts):
+        for ids in _text_ids(tokenizer, some):
+            yield [*ids, tokenizer.eos_token_id]
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts to be encoded at once: few where they are long, since their ids take more memory than they do."""
+    batch: list[str] = []
+    length = 0
+    for text in texts:
+        batch.append(text)
+        length += len(text)
+        if len(batch) == 1000 or length > 1_000_000:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
 
 
 def _apply(tokenizer: Tokenizer, messages: Messages, **how: Any) -> Any:

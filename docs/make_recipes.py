@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rlhf.data.sources import Source
+from rlhf.data.sources import Source, TextSource
 from rlhf.pipeline.recipe import Recipe
 from rlhf.stages.ppo.config import PPOSettings, RewardSpec
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -31,6 +31,7 @@ SECTIONS = (
     ("Each of `ppo.rewards`", RewardSpec, ()),
     ("`lora` (of sft, reward and ppo)", LoraSettings, ()),
     ("A source of rows (`data`, `eval_data`)", Source, ()),
+    ("A source of text among several (`pretrain.data`), besides these", TextSource, Source.model_fields),
 )
 
 

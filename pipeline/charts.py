@@ -68,6 +68,7 @@ def draw_charts(stage: str, rows: list[dict[str, Any]], final: dict[str, Any]) -
     levels = {name.removeprefix("eval_"): list(curve.values())[-1] for name, curve in curves.items()} | final
     known = {metric for chart in CHARTS[stage] for metric in chart.metrics}
     known |= {name for name in curves if name.startswith("eval_sft_")}  # levels, not curves
+    known.add("num_tokens")  # a straight line
     others = [Chart(name.replace("_", " "), (name,)) for name in sorted(curves) if name not in known]
 
     def draw(chart: Chart) -> dict[str, Any]:
@@ -136,6 +137,51 @@ def draw_histogram(card: dict[str, Any]) -> Markup:
         axes.set_ylim(bottom=0)
 
     return _draw(plot, "histogram")
+
+
+def draw_variants(curves: list[Line], best: int, worst: int) -> Markup:
+    """The held-out losses of a sweep over steps: three are told apart, of more than three the best and the worst."""
+
+    def plot(axes: "Axes") -> None:
+        for place, line in enumerate(curves):
+            color, style, width = _MUTED, "-", 0.8
+            if len(curves) <= len(_SERIES):
+                color, style, width = _SERIES[place], _STYLES[place], 1.8
+            elif place in (best, worst):
+                color, style, width = _SERIES[place == worst], _STYLES[place == worst], 2.0
+            axes.plot(*zip(*line, strict=True), color=color, linestyle=style, linewidth=width, zorder=1 + width)
+        axes.margins(x=0.02, y=0.08)
+
+    return _draw(plot, "variants")
+
+
+def draw_power_law(points: Line, law: Callable[[float], float] | None, salt: str) -> Markup:
+    """Losses on log axes as dots, with the line that was fitted."""
+    from matplotlib import ticker
+
+    def plot(axes: "Axes") -> None:
+        xs, losses = zip(*points, strict=True)
+        axes.scatter(xs, losses, 16, color=_SERIES[0], zorder=3)
+        if law is not None:
+            ends = [min(xs), max(xs)]
+            axes.plot(ends, [law(x) for x in ends], color=_SERIES[1], linestyle=_STYLES[1], linewidth=1.5)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.margins(x=0.06, y=0.12)
+        few_decades = max(xs) < 100 * min(xs)
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if few_decades else (1,), numticks=7))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _power_of_ten(value)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_minor_locator(ticker.NullLocator())
+
+    return _draw(plot, salt)
+
+
+def _power_of_ten(value: float) -> str:
+    """A number on a log axis: 2·10⁵."""
+    digits, exponent = f"{value:.0e}".split("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if digits == "1" else f"{digits}·{power}"
 
 
 def _svg(lines: list[Line], level: float | None, salt: str) -> Markup:

@@ -17,6 +17,7 @@ from rlhf.pipeline.tables import show_table
 
 if TYPE_CHECKING:
     from rlhf.pipeline.plan import Scope
+    from rlhf.stages.artifact import Artifact
 
 app = typer.Typer(
     name="rlhf",
@@ -49,6 +50,10 @@ ForceOption = Annotated[
     list[str] | None,
     typer.Option("--force", metavar="STAGE", help="Run this stage anew beside its earlier result (repeatable)."),
 ]
+StageRunDirOption = Annotated[
+    Path, typer.Option("--run-dir", help="Folder for the result; finished stages in it give the inputs.")
+]
+StageForceOption = Annotated[bool, typer.Option("--force", help="Run anew beside an earlier result.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -118,17 +123,42 @@ def status(run_dir: RunArgument, as_json: JsonOption = False) -> None:
         _stage_table(stages)
 
 
+@app.command()
+def pretrain(
+    recipe: RecipeArgument,
+    run_dir: StageRunDirOption,
+    overrides: Overrides = None,
+    force: StageForceOption = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Train the variants of a YAML file or a shipped sweep (parts, sizes): a list of settings to lay over "
+            "the recipe's, or a mapping of lists, of which every combination is tried.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """One stage alone: a base model from raw text, or several to compare.
+
+    The model it starts from, if any, may be any Hugging Face folder or hub id.
+    """
+    from rlhf.pipeline.plan import Scope
+
+    if sweep is None:
+        _run(recipe, overrides, run_dir, Scope("pretrain", "pretrain", frozenset(["pretrain"] if force else ())))
+    else:
+        _sweep(sweep, recipe, overrides or [], run_dir, force)
+
+
 def _stage_command(stage: str, summary: str) -> None:
     """One stage alone, as a command of its own."""
 
     def command(
         recipe: RecipeArgument,
-        run_dir: Annotated[
-            Path,
-            typer.Option("--run-dir", help="Folder for the result; finished stages in it give the inputs."),
-        ],
+        run_dir: StageRunDirOption,
         overrides: Overrides = None,
-        force: Annotated[bool, typer.Option("--force", help="Run anew beside an earlier result.")] = False,
+        force: StageForceOption = False,
     ) -> None:
         from rlhf.pipeline.plan import Scope
 
@@ -139,21 +169,53 @@ def _stage_command(stage: str, summary: str) -> None:
     )
 
 
-_stage_command("pretrain", "One stage alone: a base model from raw text.")
 _stage_command("sft", "One stage alone: fine-tune on demonstrations.")
 _stage_command("reward", "One stage alone: learn from ranked answers.")
 _stage_command("ppo", "One stage alone: PPO against a reward model.")
 
 
 @app.command("eval")
-def evaluate(run_dir: RunArgument) -> None:
-    """Evaluate the newest finished ppo model anew."""
+def evaluate(
+    run_dir: RunArgument,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Draw what each head looks at in a text into RUN/attention.html.", show_default=False
+        ),
+    ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STAGE", help="Whose attention: pretrain, sft or ppo; by default the last.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Evaluate the newest finished ppo model anew, or draw a model's attention."""
     from rlhf.pipeline.plan import newest_sealed
 
+    if attention is not None:
+        model = _newest_policy(run_dir, stage).model
+        return _become("rlhf.stages.attention", [str(model), str(run_dir / "attention.html"), attention])
+    if stage is not None:
+        raise SettingsError(f"--stage {stage}: goes with --attention TEXT; without it, ppo is evaluated")
     artifact = newest_sealed("ppo", run_dir)
     if artifact is None:
         raise SettingsError(f"{run_dir}: no finished ppo stage here; `rlhf status {run_dir}` shows how far it is")
     _become("rlhf.stages.ppo.evaluate", [str(artifact.folder)])
+
+
+def _newest_policy(run_dir: Path, stage: str | None) -> "Artifact":
+    """The newest finished language model, of the last stage that has one or of the one that is named."""
+    from rlhf.pipeline.plan import newest_sealed
+
+    policies = ("ppo", "sft", "pretrain")
+    if stage is not None and stage not in policies:
+        raise SettingsError(f"--stage {stage}: not a stage with a language model; choose of {', '.join(policies)}")
+    for name in policies if stage is None else (stage,):
+        if (artifact := newest_sealed(name, run_dir)) is not None:
+            return artifact
+    named = stage or "pretrain, sft or ppo"
+    raise SettingsError(f"{run_dir}: no finished {named} stage here; `rlhf status {run_dir}` shows how far it is")
 
 
 @app.command()
@@ -196,6 +258,18 @@ def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: 
     entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source)
     _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
     print(f"report: {folder / 'report.html'}")
+
+
+def _sweep(sweep: str, recipe: str, overrides: list[str], run_dir: Path, force: bool) -> None:
+    from rlhf.pipeline.sweep import load_sweep, run_sweep, table
+
+    source = Path(recipe) if Path(recipe).is_file() else None
+    variants = load_sweep(sweep, recipe, overrides)
+    rows = run_sweep(variants, run_dir, force, lambda text: print(text, flush=True), source)
+    show_table(*table(rows))
+    print(f"report: {run_dir / 'report.html'}")
+    if failed := [row for row in rows if row["error"] is not None]:
+        raise RunFailed(f"{len(failed)} of {len(rows)} variants failed; run again to go on. {failed[0]['error']}")
 
 
 def _default_run_dir(recipe: str) -> Path:

@@ -11,7 +11,7 @@ from rlhf.data import sources
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.summary import stage_status
-from rlhf.stages.artifact import STAGES, Artifact, Identity, identify, model_digest
+from rlhf.stages.artifact import STAGES, Artifact, Identity, identify, input_digest
 from rlhf.stages.settings import StageSettings, nearest
 
 UPSTREAM = {
@@ -134,8 +134,8 @@ def fill_inputs(settings: StageSettings, recipe: Recipe, made: Made, run_dir: Pa
     for name in settings.input_fields:
         if getattr(settings, name) is not None:
             continue
-        upstream = UPSTREAM[settings.stage, name]
-        if name not in settings.inputs() and upstream not in recipe.stages:
+        upstream = UPSTREAM.get((settings.stage, name))
+        if upstream is None or (name not in settings.inputs() and upstream not in recipe.stages):
             continue  # it can do without
         if upstream not in made:
             raise SettingsError(
@@ -154,10 +154,9 @@ def _find_inputs(settings: StageSettings) -> None:
     """Refuse what is not there, for a stage whose key cannot be taken yet."""
     for name, model in settings.inputs().items():
         if model is not None:
-            model_digest(model, f"{settings.stage}.{name}")
-    for name in settings.data_fields:
-        if (source := getattr(settings, name)) is not None:
-            sources.digest(source)
+            input_digest(name, model, settings.stage)
+    for source in settings.sources().values():
+        sources.digest(source)
     for reference in settings.code().values():
         sources.load_function(reference)
 

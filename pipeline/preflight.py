@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhf.data import rows
+from rlhf.data.documents import Documents
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.sources import Source
 from rlhf.data.split import train_and_eval
@@ -81,6 +82,9 @@ def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:
     batches: dict[str, int] = {}
     if isinstance(settings, PPOSettings):
         batches["rollout_batch_size / num_minibatches"] = settings.rollout_batch_size // settings.num_minibatches
+    elif isinstance(settings, PretrainSettings) and settings.global_batch_tokens is not None:
+        length = settings.block_size or settings.context_length
+        batches["global_batch_tokens / block_size"] = max(settings.global_batch_tokens // length, 1)
     elif isinstance(settings, PretrainSettings | SFTSettings | RewardSettings):
         batches["global_batch_size"] = settings.global_batch_size
     for name, size in batches.items():
@@ -95,6 +99,8 @@ def _too_long(settings: StageSettings) -> Iterator[str]:
         length = settings.max_prompt_length + settings.max_new_tokens
     elif isinstance(settings, SFTSettings | RewardSettings):
         where, length = f"{settings.stage}.max_length", settings.max_length
+    elif isinstance(settings, PretrainSettings) and settings.block_size is not None:
+        where, length = "pretrain.block_size", settings.block_size
     else:
         return
     positions = _positions(Path(settings.model)) if settings.model is not None else None
@@ -113,22 +119,25 @@ def _positions(model: Path) -> int | None:
 
 def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
     found: dict[str, list[Any]] = {}
-    for name in settings.data_fields:
-        source = getattr(settings, name)
-        if source is not None:
-            loaded = _read(settings, name, source)
-            report = loaded.report
-            for line in [*([report.summary()] if report.dropped else []), *report.warnings]:
-                say(f"{settings.stage}.{name}: {line}")
-            found[name] = loaded.rows
-    if isinstance(settings, PretrainSettings) and "eval_data" not in found and len(found["data"]) == 1:
-        return  # a single document is cut in two
+    if isinstance(settings, PretrainSettings):
+        for part in Documents(settings, settings.stage).survey():
+            _tell(f"{settings.stage}.{part.name}", part.report, say)
+        return
+    for name, source in settings.sources().items():
+        loaded = _read(settings, name, source)
+        _tell(f"{settings.stage}.{name}", loaded.report, say)
+        found[name] = loaded.rows
     train, held_out, _ = train_and_eval(found["data"], found.get("eval_data"), _key, settings.eval_share)
     if not train or not held_out:
         raise DataError(
             f"{settings.stage}.data: {len(train)} rows to train on and {len(held_out)} to evaluate on; "
             "at least one of each is needed, with different prompts"
         )
+
+
+def _tell(where: str, report: rows.Report, say: Say) -> None:
+    for line in [*([report.summary()] if report.dropped else []), *report.warnings]:
+        say(f"{where}: {line}")
 
 
 def _read(settings: StageSettings, name: str, source: Source) -> rows.Loaded[Any]:

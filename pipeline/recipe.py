@@ -1,7 +1,7 @@
 """A recipe: one YAML that describes a whole run, typed, with dotted overrides from the command line."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -59,20 +59,21 @@ class Recipe(Shared):
         return [stage for stage in STAGES if self.section(stage) is not None]
 
 
-def load_recipe(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(recipe: str, overrides: Iterable[str] = (), pretrain: Mapping[str, Any] | None = None) -> Recipe:
     """Read a recipe (a path or a shipped name), apply `key=value` overrides, resolve, validate.
 
+    `pretrain` is laid over the section of that name last, as a sweep does.
     Raises SettingsError naming the file, line or key and what would work.
     """
-    config = _read(recipe)
+    config = read_yaml(recipe, shipped_recipes(), "recipe")
+    if not OmegaConf.is_dict(config):
+        raise SettingsError(f"{recipe}: not a recipe; it must be a mapping with sections {', '.join(STAGES)}")
     for override in overrides:
         _override(config, override)
-    try:
-        content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise SettingsError(f"{recipe}: {error.full_key}: {first_line(error)}") from None
-    assert isinstance(content, dict)
+    content = resolved(config, recipe)
     mapping = {str(key): value for key, value in content.items()}
+    if pretrain:
+        mapping["pretrain"] = mapping.get("pretrain", {}) | pretrain
     shared = {name: mapping[name] for name in Shared.model_fields if name in mapping}
     Shared.load(shared, "")  # on its own first, or a wrong value would be reported once per section
     for stage in STAGES:
@@ -136,32 +137,37 @@ def to_yaml(recipe: Recipe) -> str:
     return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in content.items() if v is not None}))
 
 
-def _read(recipe: str) -> Any:
-    path = Path(recipe)
+def read_yaml(name: str, shipped: Mapping[str, Traversable], kind: str) -> Any:
+    """What a YAML file holds, given its path or the name under which it is shipped; not resolved yet."""
+    path = Path(name)
     if path.is_file():
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{recipe}: cannot be read: {error}") from None
+            raise SettingsError(f"{name}: cannot be read: {error}") from None
     else:
-        shipped = shipped_recipes()
-        if recipe not in shipped:
-            found = "a folder, not a recipe" if path.is_dir() else "no such recipe"
-            close = difflib.get_close_matches(recipe, shipped, n=1)
+        if name not in shipped:
+            found = f"a folder, not a {kind}" if path.is_dir() else f"no such {kind}"
+            close = difflib.get_close_matches(name, shipped, n=1)
             hint = f"did you mean '{close[0]}'? " if close else ""
             raise SettingsError(
-                f"{recipe}: {found}; {hint}give a YAML file or a shipped name: {', '.join(sorted(shipped))}"
+                f"{name}: {found}; {hint}give a YAML file or a shipped name: {', '.join(sorted(shipped))}"
             )
-        text = shipped[recipe].read_text(encoding="utf-8")
+        text = shipped[name].read_text(encoding="utf-8")
     try:
-        config = OmegaConf.create(text)
+        return OmegaConf.create(text)
     except YAMLError as error:
-        raise SettingsError(f"{recipe}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise SettingsError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except OmegaConfBaseException as error:
-        raise SettingsError(f"{recipe}: {first_line(error)}") from None
-    if not OmegaConf.is_dict(config):
-        raise SettingsError(f"{recipe}: not a recipe; it must be a mapping with sections {', '.join(STAGES)}")
-    return config
+        raise SettingsError(f"{name}: {first_line(error)}") from None
+
+
+def resolved(config: Any, name: str) -> Any:
+    """Plain values, with interpolations filled in; `name` is the file's, for the error."""
+    try:
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise SettingsError(f"{name}: {error.full_key}: {first_line(error)}") from None
 
 
 def _override(config: Any, override: str) -> None:

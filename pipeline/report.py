@@ -7,10 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from rlhf.pipeline.charts import draw_charts, draw_histogram, draw_reliability
+from rlhf.pipeline.charts import draw_charts, draw_histogram, draw_power_law, draw_reliability, draw_variants
+from rlhf.pipeline.scaling import PowerLaw
 from rlhf.pipeline.summary import duration, outcome, run_status
+from rlhf.pipeline.sweep import read_sweep, table
 from rlhf.stages.artifact import Artifact, replace_text
 
 MAX_SAMPLES = 30
@@ -50,6 +52,9 @@ CHANGES = {
 }
 
 
+LAWS = [("N", "parameters"), ("D", "tokens"), ("C", "compute")]
+
+
 def render(run_dir: str | Path) -> Path:
     """Write `run_dir`/report.html from what is there, finished stages or not, and return its path.
 
@@ -57,19 +62,23 @@ def render(run_dir: str | Path) -> Path:
     """
     run_dir = Path(run_dir)
     stages = [_stage(name, entry, run_dir) for name, entry in run_status(run_dir).items()]
-    samples = [sample for stage in stages for sample in stage["samples"]]
+    samples = [sample for stage in stages if stage["name"] == "ppo" for sample in stage["samples"]]
     recipe = run_dir / "recipe.yaml"
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: files(__package__).joinpath(name).read_text("utf-8")),
+    )  # fmt: skip
     environment.filters.update(number=_number, duration=duration, clip=_clip, percent="{:.1%}".format)
-    template = environment.from_string(files(__package__).joinpath("report.html.jinja").read_text("utf-8"))
-    page = template.render(
+    page = environment.get_template("report.html.jinja").render(
         name=run_dir.resolve().name,
         stages=stages,
         headline=[change for stage in stages for change in stage["changes"][:1]],
         total_seconds=sum(stage["seconds"] or 0 for stage in stages),
         samples=samples[:MAX_SAMPLES],
+        max_samples=MAX_SAMPLES,
         gallery=_gallery(samples),
+        sweep=_sweep(run_dir),
         recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
     )
     replace_text(run_dir / "report.html", page)
@@ -155,6 +164,46 @@ def _gallery(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "judged": judged,
         "better": sum(ppo > sft for sft, ppo in pairs),
         "worse": sum(ppo < sft for sft, ppo in pairs),
+    }
+
+
+def _sweep(run_dir: Path) -> dict[str, Any] | None:
+    """The table of the run's last sweep with its drawings; None where there was none."""
+    found = read_sweep(run_dir)
+    rows = found["rows"]
+    if not rows:
+        return None
+    finished = sorted((row for row in rows if row["val_loss"] is not None), key=lambda row: row["val_loss"])
+    curves = [(row["name"], _val_losses(Artifact(run_dir / row["folder"])), row["val_loss"]) for row in finished]
+    curves = [curve for curve in curves if curve[1]]
+    return {
+        "rows": rows,
+        "table": table(rows),
+        "failed": [row for row in rows if row["error"] is not None],
+        "vocabularies": len({row["vocab_size"] for row in finished}),
+        "curves": curves if len(curves) <= 3 else [curves[0], curves[-1]],
+        "others": len(curves) - 2 if len(curves) > 3 else 0,
+        "curves_svg": draw_variants([line for _, line, _ in curves], 0, len(curves) - 1) if curves else None,
+        "laws": [_law(symbol, found["scaling"][name]) for symbol, name in LAWS if found["scaling"]],
+    }
+
+
+def _val_losses(artifact: Artifact) -> list[tuple[float, float]]:
+    losses = {row["step"]: row["val_loss"] for row in artifact.metrics if math.isfinite(row.get("val_loss", math.nan))}
+    return sorted(losses.items())
+
+
+def _law(symbol: str, part: dict[str, Any]) -> dict[str, Any]:
+    """A power law with its formula and its drawing."""
+    law = PowerLaw(**part["fit"]) if part["fit"] else None
+    power = math.floor(law.log10_constant) if law else 0
+    return {
+        "symbol": symbol,
+        "count": len(part["points"]),
+        "law": law,
+        "constant": 10 ** (law.log10_constant - power) if law else None,
+        "power": power,
+        "svg": draw_power_law(part["points"], law, f"law {symbol}") if part["points"] else "",
     }
 
 

@@ -1,7 +1,8 @@
 """The run: check everything, then stage by stage plan, train, and write down how far it is."""
 
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -39,44 +40,65 @@ def run(
     fails a gate, and RunStopped (a SystemExit) after a signal; in the last two cases running again resumes.
     """
     scope = scope or Scope()
+    with checked([recipe], run_dir, scope, say, source) as (lock, [steps]):
+        entries, changed, failed = run_steps(steps, recipe, run_dir, scope, lock, say)
+        if changed or not (run_dir / "report.html").is_file():
+            render_report(run_dir)
+    if failed:
+        raise RunFailed(gates.refusal(failed, str(run_dir / "report.html")))
+    return entries
+
+
+@contextmanager
+def checked(
+    recipes: Sequence[Recipe], run_dir: Path, scope: Scope, say: Say, source: Path | None
+) -> Iterator[tuple[int, list[list[Step]]]]:
+    """Have the run folder to ourselves, with everything checked that can be: the lock, and each recipe's plan."""
+
+    def plan() -> list[list[Step]]:
+        plans = [make_plan(recipe, run_dir, scope) for recipe in recipes]
+        for recipe in recipes:
+            refuse_foreign_files(run_dir, recipe, source)
+        return plans
+
     with ExitStack() as stack:
         lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say)) if run_dir.is_dir() else None
-        steps = make_plan(recipe, run_dir, scope)
-        refuse_foreign_files(run_dir, recipe, source)
-        refuse_bad_input(steps, recipe, run_dir, say)
+        plans = plan()
+        refuse_bad_input([step for steps in plans for step in steps], recipes[0], run_dir, say)
         if lock is None:  # only now: a refused run leaves no folder behind
             _create(run_dir)
             lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say))
             if any(run_dir.iterdir()):  # another run was here first
-                steps = make_plan(recipe, run_dir, scope)
-                refuse_foreign_files(run_dir, recipe, source)
+                plans = plan()
         stack.enter_context(handle_signals(_exit_on_signal))
-        entries = _first_entries(steps, recipe, run_dir)
-        changed = write_summary(run_dir, entries)  # first: it marks the folder, and the files beside it, as ours
-        _write_recipe(run_dir, recipe)
-        made: dict[str, Path | None] = {}
-        failed: list[str] = []
-        for step in steps:
-            if step.stage == "ppo" and step.action != "skip" and "reward" in entries:
-                failed = entries["reward"].metrics.get("gates_failed", [])
-                if failed:
-                    break
-            if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
-                step = plan_stage(recipe, step.stage, run_dir, made, scope) or step
-            say(_describe(step))
-            if step.action in ("run", "resume"):
-                _train(step, recipe, run_dir, entries, lock, say)
-                changed = True
-            elif step.action == "reuse":
-                entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
-                changed |= write_summary(run_dir, entries)
-            if step.action != "skip":
-                made[step.stage] = step.folder
-        if changed or not (run_dir / "report.html").is_file():
-            _render_report(run_dir)
-    if failed:
-        raise RunFailed(gates.refusal(failed, str(run_dir / "report.html")))
-    return entries
+        yield lock, plans
+
+
+def run_steps(
+    steps: list[Step], recipe: Recipe, run_dir: Path, scope: Scope, lock: int, say: Say
+) -> tuple[dict[str, Entry], bool, list[str]]:
+    """Carry out a plan: the entries of summary.json, whether anything changed, and the gates that ended it early."""
+    entries = _first_entries(steps, recipe, run_dir)
+    changed = write_summary(run_dir, entries)  # first: it marks the folder, and the files beside it, as ours
+    write_recipe(run_dir, recipe)
+    made: dict[str, Path | None] = {}
+    for step in steps:
+        if step.stage == "ppo" and step.action != "skip" and "reward" in entries:
+            failed = entries["reward"].metrics.get("gates_failed", [])
+            if failed:
+                return entries, changed, failed
+        if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
+            step = plan_stage(recipe, step.stage, run_dir, made, scope) or step
+        say(_describe(step))
+        if step.action in ("run", "resume"):
+            _train(step, recipe, run_dir, entries, lock, say)
+            changed = True
+        elif step.action == "reuse":
+            entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
+            changed |= write_summary(run_dir, entries)
+        if step.action != "skip":
+            made[step.stage] = step.folder
+    return entries, changed, []
 
 
 def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry], lock: int, say: Say) -> None:
@@ -177,13 +199,15 @@ def _create(run_dir: Path) -> None:
         raise SettingsError(f"--run-dir {run_dir}: cannot be made: {error.strerror}; choose another") from None
 
 
-def _write_recipe(run_dir: Path, recipe: Recipe) -> None:
+def write_recipe(run_dir: Path, recipe: Recipe) -> None:
+    """Replace recipe.yaml, unless it says the same already."""
     path, text = run_dir / "recipe.yaml", to_yaml(recipe)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         replace_text(path, text)
 
 
-def _render_report(run_dir: Path) -> None:
+def render_report(run_dir: Path) -> None:
+    """Write report.html; RunFailed if that breaks."""
     from rlhf.pipeline import report  # matplotlib takes its time
 
     try:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from rlhf.data import sources
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.files import hash_file
 from rlhf.stages.settings import StageSettings
 
 AnyStage = TypeVar("AnyStage", bound=StageSettings)
@@ -24,6 +25,7 @@ AnyStage = TypeVar("AnyStage", bound=StageSettings)
 STAGES = ("pretrain", "sft", "reward", "ppo")
 TRACKER_FOLDER = "logs"
 """What trackers write of a stage lies there: not part of the result, so it may be deleted."""
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _EDGE = 1 << 20  # bytes hashed at either end of a large file of a model that has no manifest
 
 
@@ -60,9 +62,8 @@ def identify(settings: StageSettings) -> Identity:
             raise SettingsError(
                 f"{settings.stage}.{name}: not set; name a model folder or hub id, or run the stage before it"
             )
-        inputs[name] = model_digest(reference, f"{settings.stage}.{name}")
-    found = {name: getattr(settings, name) for name in settings.data_fields}
-    data = {name: sources.digest(source) for name, source in found.items() if source is not None}
+        inputs[name] = input_digest(name, reference, settings.stage)
+    data = {name: sources.digest(source) for name, source in settings.sources().items()}
     data |= {name: code_digest(reference) for name, reference in settings.code().items()}
     kept = settings.result_settings()
     return Identity(settings.stage, inputs, data, kept)
@@ -117,13 +118,17 @@ class Artifact:
         return [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one short
 
 
+def input_digest(name: str, reference: str, stage: str) -> str:
+    """Digest of one of a stage's `inputs`: a model, or under the name `tokenizer` a tokenizer alone."""
+    where = f"{stage}.{name}"
+    return tokenizer_digest(reference, where) if name == "tokenizer" else model_digest(reference, where)
+
+
 def model_digest(reference: str, where: str) -> str:
     """Digest of a model: its manifest's if it has one, its files' (large ones by size and ends), or the hub id."""
     folder = Path(reference)
     if not folder.is_dir():
-        if folder.is_absolute() or reference.startswith(".") or reference.count("/") > 1 or "\\" in reference:
-            raise SettingsError(f"{where}: no folder '{reference}'")
-        return f"hub:{reference}"
+        return _hub_id(reference, where)
     if folder.name == "model" and (artifact := Artifact(folder.parent)).sealed:
         return artifact.digest
     if not (folder / "config.json").is_file():
@@ -138,6 +143,27 @@ def model_digest(reference: str, where: str) -> str:
             file.seek(max(size - _EDGE, 0))
             total.update(file.read(_EDGE))
     return total.hexdigest()
+
+
+def tokenizer_digest(reference: str, where: str) -> str:
+    """Digest of a tokenizer: of its folder's files without weights, so that training does not change it, or hub id."""
+    folder = Path(reference)
+    if not folder.is_dir():
+        return _hub_id(reference, where)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix not in _WEIGHTS)
+    if not any(path.name.startswith(("tokenizer.", "vocab.")) or path.suffix == ".model" for path in files):
+        raise SettingsError(f"{where}: '{reference}' holds no tokenizer.json; it must be a saved tokenizer or model")
+    total = hashlib.sha256()
+    for path in files:
+        hash_file(total, path, path.name)
+    return total.hexdigest()
+
+
+def _hub_id(reference: str, where: str) -> str:
+    """What stands for an id on the hub; refuses what can only be a folder."""
+    if Path(reference).is_absolute() or reference.startswith(".") or reference.count("/") > 1 or "\\" in reference:
+        raise SettingsError(f"{where}: no folder '{reference}'")
+    return f"hub:{reference}"
 
 
 def code_digest(reference: str) -> str:

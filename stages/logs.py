@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -23,7 +24,7 @@ from rlhf.stages.settings import StageSettings, tracker_is_installed
 _SECONDS_BETWEEN_LINES = 5.0
 _SHOWN = (
     "loss", "val_loss", "eval_loss", "accuracy", "score", "kl", "entropy", "eos_share", "length",
-    "explained_variance", "eval_score", "eval_true_quality", "eval_win_rate", "tokens_per_second",
+    "explained_variance", "eval_score", "eval_true_quality", "eval_win_rate", "tokens_per_second", "mfu",
 )  # fmt: skip
 """Figures of a progress line, in this order; metrics.jsonl has all."""
 
@@ -165,13 +166,27 @@ def write_row(folder: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+_PEAKS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "V100": 125,
+    "T4": 65,
+}  # fmt: skip
+"""TFLOP/s of dense matrices in bf16 (fp16 where there is no bf16) from NVIDIA's data sheets."""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Floating-point operations per second that a GPU can do at most, None where we do not know."""
+    words = set(re.split("[ -]", device_name))
+    known = next((peak for name, peak in _PEAKS.items() if words.issuperset(name.split())), None)
+    return known * 1e12 if known and precision in ("bf16", "fp16") else None
+
+
 def forget_rows_after(folder: Path, step: int) -> None:
-    """Drop the rows of metrics.jsonl that a lost stretch wrote."""
-    path = folder / "metrics.jsonl"
-    if path.exists():
-        rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        kept = [line for line in rows if json.loads(line)["step"] <= step]
-        replace_text(path, "".join(line + "\n" for line in kept))
+    """Drop the rows of metrics and samples that a lost stretch wrote."""
+    for path in (folder / "metrics.jsonl", folder / "samples.jsonl"):
+        if path.exists():
+            rows = [line for line in path.read_text(encoding="utf-8").split("\n") if line.endswith("}")]
+            kept = [line for line in rows if json.loads(line).get("step", 0) <= step]
+            replace_text(path, "".join(line + "\n" for line in kept))
 
 
 def write_status(folder: Path, state: str, step: int, steps: int, message: str) -> None:

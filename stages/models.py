@@ -26,6 +26,7 @@ from transformers import (
 
 from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
+from rlhf.stages import decoder as decoder  # registers our own model with transformers' Auto classes
 
 LOGITS_AT_ONCE = 2**27  # numbers: PPO has half a GiB of logits in memory, however long the responses are
 SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json

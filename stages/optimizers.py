@@ -1,16 +1,38 @@
-"""AdamW and the learning rate as a function of the step, so that there is no schedule's state to lose."""
+"""AdamW, and the learning rate as a function of the step, so that there is no schedule's state to lose."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 
+FIRST_BETA = 0.9
 
-def learning_rate_at(step: int, num_steps: int, peak: float, warmup: int, end_share: float) -> float:
-    """Linear warm-up, then cosine from `peak` to `end_share * peak` at the last step. `step` from 0."""
+
+def learning_rate_at(
+    step: int,
+    num_steps: int,
+    peak: float,
+    warmup: int,
+    end_share: float,
+    schedule: str = "cosine",
+    decay_share: float = 0.2,
+) -> float:
+    """Linear warm-up to `peak`, then down to `end_share * peak` at the last step. `step` from 0.
+
+    cosine and linear go down from the end of the warm-up, wsd (warm-up, stable, decay) along a line over the last
+    `decay_share` of all steps; constant stays at the peak. noam (Vaswani et al. 2017, section 5.3) is, step from 1,
+    peak · min(step^-0.5, step · warmup^-1.5) with no end: the paper's peak is hidden_size^-0.5.
+    """
+    if schedule == "noam":
+        return peak * min((step + 1) ** -0.5, (step + 1) * max(warmup, 1) ** -1.5)
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(num_steps - 1 - warmup, 1)
-    return peak * (end_share + (1 - end_share) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+    if schedule == "constant":
+        return peak
+    start = max(warmup, num_steps - 1 - round(decay_share * num_steps)) if schedule == "wsd" else warmup
+    progress = min(max((step - start) / max(num_steps - 1 - start, 1), 0.0), 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+    return peak * (end_share + (1 - end_share) * left)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -23,11 +45,14 @@ def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def adamw(model: torch.nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the trainable weights; only matrices decay (norms and biases do not)."""
-    weights = trained(model).values()
+def adamw(
+    weights: Iterable[torch.nn.Parameter], learning_rate: float, weight_decay: float, beta2: float = 0.95
+) -> torch.optim.AdamW:
+    """AdamW over some weights; only matrices decay (norms and biases do not)."""
+    weights = list(weights)
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    betas = (FIRST_BETA, beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)

@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -53,6 +53,10 @@ class Runtime(Generic[AnyStage]):
         self.accelerator = Accelerator(mixed_precision=choose_precision(settings.precision, settings.stage))
         self._check_processes()
         self.device = self.accelerator.device
+        self.precision = use_precision(settings.precision, self.accelerator.mixed_precision)
+        self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        self.flops_per_token = 0.0
+        """Set by a stage that wants its share of the device's peak in the log."""
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
         self.is_main = self.accelerator.is_main_process
         self.state: dict[str, Any] = {}
@@ -74,6 +78,13 @@ class Runtime(Generic[AnyStage]):
         """Tokens that this process worked through since the last call; for the log's tokens per second."""
         self._tokens += number
 
+    @contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """What is done inside, an evaluation say, does not count in the log's tokens per second."""
+        began = time.monotonic()
+        yield
+        self._tokens_since += time.monotonic() - began
+
     def log(self, step: int, metrics: dict[str, float], force: bool = False) -> None:
         """Write a row of metrics.jsonl every `log_every` steps (or now), to the trackers too; show the progress.
 
@@ -92,6 +103,8 @@ class Runtime(Generic[AnyStage]):
         row: dict[str, Any] = {"step": step, **logs.plain(metrics)}
         if tokens:
             row["tokens_per_second"] = round(rate, 1)
+            if peak_flops := logs.peak_flops(self.device_name, self.precision):
+                row["mfu"] = round(rate * self.flops_per_token / (peak_flops * self.num_processes), 4)
         row["peak_gib"] = peak
         logs.write_row(self.folder, row)
         self._trackers.log(row)
@@ -213,11 +226,12 @@ class Runtime(Generic[AnyStage]):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def checkpoint(self, step: int) -> None:
-        """Save every `save_every` steps; save and stop if a signal came. `step` steps are done."""
+    def checkpoint(self, step: int, good: bool = True) -> None:
+        """Save every `save_every` steps if the step was `good`; save and stop if a signal came. `step` steps are
+        done."""
         stop = self.stop_requested()
         last = step == self.num_steps
-        if stop or (step % self.settings.save_every == 0 and not last):
+        if stop or (good and step % self.settings.save_every == 0 and not last):
             self.save(step)
         if stop and not last:
             self.stop(step)
@@ -232,7 +246,18 @@ class Runtime(Generic[AnyStage]):
 
     def resume(self) -> int:
         """Load the newest complete checkpoint, if there is one; the number of steps that it has behind it."""
-        step = 0
+        step = self._load_newest() or 0
+        self.begin(step)
+        return step
+
+    def go_back(self) -> int | None:
+        """Load the newest complete checkpoint in the middle of training; its step, None if there is none."""
+        step = self._load_newest()
+        if step is not None and self.is_main:
+            logs.forget_rows_after(self.folder, step)
+        return step
+
+    def _load_newest(self) -> int | None:
         for checkpoint in sorted((self.folder / "checkpoints").glob("step-*"), reverse=True):
             if checkpoint not in complete_checkpoints(self.folder):
                 self.say(f"passed over {checkpoint.name}: it is damaged")
@@ -240,10 +265,8 @@ class Runtime(Generic[AnyStage]):
             self.accelerator.load_state(str(checkpoint))
             content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
             self.state |= content["state"]
-            step = int(content["step"])
-            break
-        self.begin(step)
-        return step
+            return int(content["step"])
+        return None
 
     def begin(self, step: int) -> None:
         """Start clock and trackers with `step` steps behind; rows that a lost stretch wrote are dropped."""
@@ -321,13 +344,23 @@ def run_stage(train: Callable[[str], Any]) -> None:
 def choose_precision(precision: str, stage: str) -> str:
     """Accelerate's name for the autocast type; refuses what the device cannot do."""
     bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "auto" and not bf16:  # PPO's ratios and scores are not tried in float16
+        return "fp16" if stage == "pretrain" and torch.cuda.is_available() else "no"
     if precision == "auto":
-        return "bf16" if bf16 else "no"
+        return "bf16"
+    if precision == "tf32" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
+        raise RefusedError(f"{stage}.precision: tf32 is not supported by this device; use auto or fp32")
     if precision == "fp16" and not torch.cuda.is_available():
         raise RefusedError(f"{stage}.precision: fp16 needs a GPU and there is none; use auto or fp32")
     if precision == "bf16" and not bf16:
         raise RefusedError(f"{stage}.precision: bf16 is not supported by this device; use auto or fp32")
-    return {"fp32": "no"}.get(precision, precision)
+    return {"fp32": "no", "tf32": "no"}.get(precision, precision)
+
+
+def use_precision(setting: str, autocast: str) -> str:
+    """Let matrices in float32 be multiplied in TF32 where that was asked for; what is multiplied in, in words."""
+    torch.set_float32_matmul_precision("high" if setting == "tf32" else "highest")
+    return setting if setting == "tf32" else {"no": "fp32"}.get(autocast, autocast)
 
 
 def be_quiet() -> None:

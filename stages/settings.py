@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from rlhf.data.errors import SettingsError
+from rlhf.data.sources import Source, named
 
 
 class Settings(BaseModel):
@@ -85,8 +86,9 @@ class StageSettings(Settings):
     """Share of the prompts (documents, for text) held out for evaluation; chosen by a hash of the prompt."""
     max_dropped: float = Field(0.0, ge=0, lt=1)
     """Share of unusable rows to go on with; above it the stage refuses to start."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Autocast type; auto takes bf16 where the device has it and fp32 elsewhere. Weights stay in fp32."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Autocast type; auto takes bf16 where the device has it, else fp32, and in pretrain fp16 on a GPU. Weights stay in
+    fp32; tf32 is fp32 whose matrices are multiplied with ten bits."""
     microbatch_size: int | None = Field(None, ge=1)
     """Rows (prompts, episodes) per forward pass on one device; its whole share of the batch by default."""
     log_every: int = Field(10, ge=1)
@@ -121,6 +123,12 @@ class StageSettings(Settings):
     def inputs(self) -> dict[str, str | None]:
         """The models that the stage needs, by name; None where one is still to be filled in."""
         return {name: getattr(self, name) for name in self.input_fields}
+
+    def sources(self) -> dict[str, Source]:
+        """The sources of rows that the stage reads, by name; those of a list are `data[0]`, `data[1]` …"""
+        given = {name: value for name in self.data_fields if (value := getattr(self, name)) is not None}
+        lists = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+        return {key: source for name, sources in lists.items() for key, source in named(name, sources).items()}
 
     def code(self) -> dict[str, str]:
         """Each `module:function` that the stage calls, by name."""

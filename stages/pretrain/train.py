@@ -1,31 +1,31 @@
-"""Pretraining: a BPE tokenizer and a Llama-shaped decoder from random weights, on packed blocks of raw text.
+"""Pretraining: a tokenizer and a decoder from random weights, or a decoder trained further, on blocks of raw text.
 
 Run by hand: `accelerate launch -m rlhf.stages.pretrain FOLDER`, where FOLDER holds a settings.yaml.
 """
 
+import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.data.collate import batch_indices, blocks
-from rlhf.data.rows import read_text
-from rlhf.data.tokens import ROLE_TOKENS, encode_documents, ensure_chat_template
+from rlhf.data.collate import Blocks, document_mask
 from rlhf.stages.artifact import read_settings
-from rlhf.stages.models import hand_over, save_folder
-from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate
+from rlhf.stages.generation import sample
+from rlhf.stages.models import hand_over, num_positions, save_folder
+from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, trained
 from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.pretrain.corpus import prepare
+from rlhf.stages.pretrain.health import Health
+from rlhf.stages.pretrain.model import flops_per_token, make_model, non_embedding_parameters
+from rlhf.stages.pretrain.muon import Muon
+from rlhf.stages.pretrain.objective import NextTokenLoss
 from rlhf.stages.runtime import Runtime
-
-END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 
 
 def train(folder: str | Path) -> dict[str, Any]:
@@ -34,141 +34,213 @@ def train(folder: str | Path) -> dict[str, Any]:
     settings = read_settings(folder, PretrainSettings)
     run = Runtime(settings, folder)
     run.num_steps = settings.num_steps
-    train_texts, eval_texts = read_documents(run)
-    tokenizer = train_tokenizer(train_texts, settings)
-    length = settings.block_size or settings.context_length
-    rows = blocks(encode_documents(tokenizer, train_texts), length, "pretrain.data")
-    held_out = encode_documents(tokenizer, eval_texts)
-    # A small held-out text makes one block of its own length.
-    eval_rows = blocks(held_out, max(min(length, len(held_out) - 1), 1), "pretrain.eval_data")
-    batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(rows))
-    model = build_model(settings, tokenizer)
-    optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
-    model, optimizer = run.accelerator.prepare(model, optimizer)
-    run.say(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}, "
-        f"{rows.numel():,} training tokens, {eval_rows.numel():,} held out"
+    corpus = prepare(run)
+    tokenizer, eos = corpus.tokenizer, corpus.tokenizer.eos_token_id
+    batch_size = run.batch_size(*global_batch(settings, corpus.block_size), len(corpus.rows))
+    model = make_model(settings, tokenizer)
+    run.flops_per_token = flops_per_token(model, corpus.block_size)
+    optimizers = make_optimizers(model, settings)
+    loss_of, *optimizers = run.accelerator.prepare(
+        NextTokenLoss(model, settings.compile and run.device.type == "cuda"), *optimizers
     )
-    best = folder / "checkpoints" / "best"
-    start = run.resume()
-    for step in range(start, settings.num_steps):
-        learning_rate = learning_rate_at(
-            step, settings.num_steps, settings.learning_rate, settings.warmup_steps, end_share=0.1
-        )
-        set_learning_rate(optimizer, learning_rate)
-        batch = batch_indices(len(rows), batch_size, step, settings.seed)
-        loss, grad_norm = optimise(run, model, optimizer, rows[batch])
-        row = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm}
-        done = step + 1
-        evaluate_now = done % settings.eval_every == 0 or done == settings.num_steps
+    run.say(
+        f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, {corpus.rows.num_tokens:,} training "
+        f"tokens, {corpus.eval_rows.num_tokens:,} held out; {run.precision} on {run.device_name}"
+    )
+    step, health = run.resume(), Health(settings, run.state)
+    while step < settings.num_steps:
+        rates = set_learning_rates(optimizers, settings, model.config.hidden_size, step)
+        batch = corpus.rows.batch(step + health.state["data_offset"], batch_size, settings.seed)
+        health.add(optimise(run, loss_of, optimizers, batch, health.limit, eos))
+        step += 1
+        is_last, stop = step == settings.num_steps, run.stop_requested()
+        evaluate_now = is_last or step % settings.eval_every == 0
+        told_now = evaluate_now or stop or step % settings.log_every == 0 or step % settings.save_every == 0
+        faults = health.read(all_steps=told_now)
+        if health.is_lost:
+            step = go_back(run, health, step, faults[-1])
+            continue
+        if faults:
+            run.say(f"skipped a step near {step}: {faults[-1]}")
+        if not told_now:
+            continue
+        row: dict[str, Any] = {"num_tokens": step * batch_size * corpus.block_size, **rates}
+        if not faults:
+            row |= {"loss": health.loss, "grad_norm": health.grad_norm}
+        if health.state["num_skipped"]:
+            row["num_skipped"] = health.state["num_skipped"]
         if evaluate_now:
-            row["val_loss"] = validation_loss(run, run.unwrap(model), eval_rows)
+            with run.clock_stopped():
+                row["val_loss"] = validation_loss(run, run.unwrap(loss_of), corpus.eval_rows, eos)
+                show_samples(run, model, tokenizer, step)
             if row["val_loss"] < run.state.get("best_val_loss", math.inf):
-                run.state |= {"best_val_loss": row["val_loss"], "best_step": done}
-                run.on_main(lambda: save_folder(best, run.unwrap(model), tokenizer))
-        run.log(done, row, force=evaluate_now)
-        run.checkpoint(done)
+                run.state |= {"best_val_loss": row["val_loss"], "best_step": step, "num_tokens": row["num_tokens"]}
+                run.on_main(lambda: save_folder(folder / "checkpoints" / "best", model, tokenizer))
+        run.log(step, row, force=evaluate_now)
+        run.checkpoint(step, good=not faults)
+        if evaluate_now and has_stalled(run, step):
+            break
     if "best_val_loss" not in run.state:
         raise RuntimeError("the validation loss was never a number; lower pretrain.learning_rate")
-    run.on_main(lambda: shutil.copytree(best, folder / "model", dirs_exist_ok=True))
-    metrics = {
-        "val_loss": run.state["best_val_loss"],
-        "best_step": run.state["best_step"],
-        "vocab_size": len(tokenizer),
-        "num_parameters": run.unwrap(model).num_parameters(),
-    }
-    return run.finish(metrics, hand_over(tokenizer, run.unwrap(model)))
+    run.on_main(lambda: shutil.copytree(folder / "checkpoints" / "best", folder / "model", dirs_exist_ok=True))
+    return run.finish(final_metrics(run, model, tokenizer), hand_over(tokenizer, model))
+
+
+def global_batch(settings: PretrainSettings, block_size: int) -> tuple[str, int]:
+    """Name and value, in blocks, of the setting that says how large a step is."""
+    if settings.global_batch_tokens is None:
+        return "global_batch_size", settings.global_batch_size
+    return "global_batch_tokens", max(settings.global_batch_tokens // block_size, 1)
+
+
+def make_optimizers(model: PreTrainedModel, settings: PretrainSettings) -> list[torch.optim.Optimizer]:
+    """AdamW for all weights, or Muon for the matrices of the blocks and AdamW for the others."""
+    weights = trained(model)
+    matrices: list[torch.nn.Parameter] = []
+    if settings.optimizer == "muon":
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        embeddings.add(id(model.get_output_embeddings().weight))
+        matrices = [p for p in weights.values() if p.ndim == 2 and id(p) not in embeddings]
+    taken = {id(p) for p in matrices}
+    others = [p for p in weights.values() if id(p) not in taken]
+    found: list[torch.optim.Optimizer] = [adamw(others, 0.0, settings.weight_decay, settings.adam_beta2)]
+    return [*found, Muon(matrices, 0.0, settings.weight_decay)] if matrices else found
+
+
+def set_learning_rates(
+    optimizers: list[torch.optim.Optimizer], settings: PretrainSettings, hidden_size: int, step: int
+) -> dict[str, float]:
+    """Set the rates of a step (from 0) in AdamW and, if it is there, Muon; returns them by name."""
+    peak = settings.learning_rate
+    if settings.schedule == "noam":
+        peak = (1.0 if peak is None else peak) * hidden_size**-0.5
+    peaks = {"learning_rate": 1e-3 if peak is None else peak, "muon_learning_rate": settings.muon_learning_rate}
+    warmup = settings.warmup_steps
+    rates = {
+        name: learning_rate_at(
+            step, settings.num_steps, peak, round(warmup * settings.num_steps if warmup < 1 else warmup),
+            settings.end_share, settings.schedule, settings.decay_share,
+        )
+        for name, peak in list(peaks.items())[: len(optimizers)]
+    }  # fmt: skip
+    for optimizer, rate in zip(optimizers, rates.values(), strict=True):
+        set_learning_rate(optimizer, rate)
+    return rates
 
 
 def optimise(
-    run: Runtime[PretrainSettings], model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
-) -> tuple[float, float]:
-    """One optimiser step on blocks [B, T + 1]; returns the mean token loss and the gradient norm."""
+    run: Runtime[PretrainSettings],
+    loss_of: torch.nn.Module,
+    optimizers: list[AcceleratedOptimizer],
+    batch: Tensor,
+    limit: float,
+    eos: int,
+) -> Tensor:
+    """One step on blocks [B, T + 1], unless its numbers are none or the loss is above `limit`.
+
+    Returns [mean token loss, gradient norm, 1 if the step was skipped], still on the device.
+    """
     rows = run.shard(list(range(len(batch))))
     num_tokens = batch[:, 1:].numel()  # of the whole step, all processes: each token weighs the same
     total = torch.zeros((), device=run.device)
-    for micro in run.microbatches(rows, model):
-        losses = token_losses(model, batch[micro].to(run.device))
-        loss = losses.sum() / num_tokens
+    for micro in run.microbatches(rows, loss_of):
+        loss = loss_of(**inputs_of(run, batch[micro], eos)) / num_tokens
         run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
         total += loss.detach()
     run.count_tokens(len(rows) * (batch.shape[1] - 1))
-    grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), run.settings.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return run.sum(total).item(), float(grad_norm)
+    norm = run.accelerator.clip_grad_norm_(loss_of.parameters(), run.settings.max_grad_norm)
+    loss = run.sum(total)
+    # A scaler of float16 leaves out steps itself: those whose gradients overflow while it looks for its scale.
+    fine = torch.isfinite(loss + norm) & (loss <= limit) if run.accelerator.scaler is None else torch.isfinite(loss)
+    skipped = (~fine).float()
+    for optimizer in optimizers:
+        optimizer.optimizer.found_inf = skipped  # read on the device by torch's fused AdamW, and by our Muon
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack([loss, norm, skipped])
 
 
-def token_losses(model: torch.nn.Module, blocks: Tensor) -> Tensor:
-    """Cross entropy [B, T] of each next token, from blocks [B, T + 1]."""
-    logits = model(input_ids=blocks[:, :-1], use_cache=False).logits.float()
-    return cross_entropy(logits.transpose(1, 2), blocks[:, 1:], reduction="none")
+def inputs_of(run: Runtime[PretrainSettings], blocks: Tensor, eos: int) -> dict[str, Tensor]:
+    """Arguments of the loss, on the device: blocks [B, T + 1], and where asked, what keeps documents apart."""
+    blocks = blocks.to(run.device, non_blocking=True)
+    if run.settings.attend_across_documents:
+        return {"blocks": blocks}
+    position_ids, attention_mask = document_mask(blocks[:, :-1], eos)
+    return {"blocks": blocks, "position_ids": position_ids, "attention_mask": attention_mask}
+
+
+def go_back(run: Runtime[PretrainSettings], health: Health, step: int, fault: str) -> int:
+    """Load the last checkpoint, data order moved on; returns its step. Raises RuntimeError when that was enough."""
+    lost = dict(run.state)
+    cure = "training diverged; lower pretrain.learning_rate"
+    if len(lost["rollbacks"]) >= run.settings.max_rollbacks:
+        raise RuntimeError(f"{fault} at step {step}, after going back {len(lost['rollbacks'])} times: {cure}")
+    back = run.go_back()
+    if back is None:
+        raise RuntimeError(f"{fault} at step {step}, and no checkpoint to go back to: {cure}, or pretrain.save_every")
+    health.went_back(step, back, lost, fault)
+    run.say(f"went back from step {step} to {back}; goes on with other data")
+    return back
 
 
 @torch.no_grad()
-def validation_loss(run: Runtime[PretrainSettings], model: torch.nn.Module, rows: Tensor) -> float:
+def validation_loss(run: Runtime[PretrainSettings], loss_of: NextTokenLoss, rows: Blocks, eos: int) -> float:
     """Mean token loss over all held-out blocks, each counted once whatever the number of processes."""
-    model.eval()
+    loss_of.eval()
     total = torch.zeros(2, dtype=torch.float64)
     for some in run.chunks(len(rows), run.settings.global_batch_size):
-        losses = token_losses(model, rows[some].to(run.device))
-        total += torch.tensor([losses.sum().item(), losses.numel()], dtype=torch.float64)
-    model.train()
+        blocks = rows[some]
+        with run.accelerator.autocast():
+            loss = loss_of.losses(**inputs_of(run, blocks, eos))
+        total += torch.tensor([loss.item(), blocks[:, 1:].numel()], dtype=torch.float64)
+    loss_of.train()
     total = run.sum(total)
     return (total[0] / total[1]).item()
 
 
-def read_documents(run: Runtime[PretrainSettings]) -> tuple[list[str], list[str]]:
-    """Training and held-out texts. A single document is cut near its end, several are split by their hash."""
+def show_samples(
+    run: Runtime[PretrainSettings], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, step: int
+) -> None:
+    """Let the model go on with the texts of `sample_prompts`; the training's random stream is left as it was."""
     settings = run.settings
-    texts = read_text(settings.data, settings.max_dropped).rows
-    if settings.eval_data is None and len(texts) == 1:
-        border = int(len(texts[0]) * (1 - settings.eval_share))
-        return [texts[0][:border]], [texts[0][border:]]
-    given = read_text(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
-    return run.split(texts, given, str)
+    if not settings.sample_prompts or not run.is_main:
+        return
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in settings.sample_prompts]
+    model.eval()
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), run.accelerator.autocast():
+        torch.manual_seed(settings.seed)
+        room = num_positions(model) - max(map(len, prompts))
+        found = sample(
+            model, prompts, min(settings.sample_length, room), 1.0, [tokenizer.eos_token_id], tokenizer.pad_token_id
+        )  # fmt: skip
+    model.train()
+    with (run.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+        for prompt, ids in zip(settings.sample_prompts, found, strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            run.say(f"step {step}:\n{prompt}{text}")
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
-def train_tokenizer(texts: list[str], settings: PretrainSettings) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the training texts, with one token per chat role; every text can be written in it."""
-    bpe = Tokenizer(BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=settings.vocab_size,
-        special_tokens=[END_OF_TEXT, PAD, *ROLE_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=END_OF_TEXT,
-        pad_token=PAD,
-        additional_special_tokens=list(ROLE_TOKENS),
-        model_max_length=settings.context_length,
-        clean_up_tokenization_spaces=False,
-    )
-    ensure_chat_template(tokenizer)
-    return tokenizer
+def has_stalled(run: Runtime[PretrainSettings], step: int) -> bool:
+    """Whether the last `early_stopping_patience` validation losses brought no new best one."""
+    patience = run.settings.early_stopping_patience
+    stalled = patience is not None and step - run.state.get("best_step", 0) >= patience * run.settings.eval_every
+    if stalled and step < run.settings.num_steps:
+        run.say(f"stops early at step {step}: no better validation loss since step {run.state.get('best_step', 0)}")
+    return stalled
 
 
-def build_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A Llama-shaped decoder (pre-norm RMSNorm, SwiGLU, RoPE, tied embeddings) with random weights."""
-    width = settings.intermediate_size or -(-settings.hidden_size * 8 // 3 // 32) * 32
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden_size,
-        intermediate_size=width,
-        num_hidden_layers=settings.num_layers,
-        num_attention_heads=settings.num_heads,
-        num_key_value_heads=settings.num_kv_heads or settings.num_heads,
-        max_position_embeddings=settings.context_length,
-        initializer_range=settings.initializer_range,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
-    )
-    return AutoModelForCausalLM.from_config(config)
+def final_metrics(
+    run: Runtime[PretrainSettings], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What the manifest says of the best checkpoint."""
+    return {
+        "val_loss": run.state["best_val_loss"],
+        "best_step": run.state["best_step"],
+        "num_tokens": run.state["num_tokens"],
+        "vocab_size": len(tokenizer),
+        "num_parameters": model.num_parameters(),
+        "num_non_embedding_parameters": non_embedding_parameters(model),
+        "num_skipped": run.state["num_skipped"],
+        "rollbacks": run.state["rollbacks"],
+    }

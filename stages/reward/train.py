@@ -28,7 +28,7 @@ from rlhf.stages.models import (
     load_tokenizer,
     save_folder,
 )
-from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate
+from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, trained
 from rlhf.stages.reward.answers import judged, with_sampled_answers
 from rlhf.stages.reward.batches import Batch, Ranked, collate, encode_rows, padded, passes
 from rlhf.stages.reward.config import RewardSettings
@@ -69,7 +69,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     if settings.lora:
         adapters.add_lora(model.classifier, settings.lora)
         adapters.checkpoint_trained_only(run.accelerator)
-    optimizer = adamw(model, settings.learning_rate, settings.weight_decay)
+    optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
     run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")

@@ -80,7 +80,7 @@ def test_prompts_are_counted_once_each(write: Any) -> None:
 
 def test_prompts_may_stand_beside_what_json_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "a", "since": date(2024, 5, 1)}, {"prompt": "b", "since": None}]
-    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source: enumerate(rows, 1))
+    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source, files: enumerate(rows, 1))
     found = check(Source(path="made:rows"), "prompts")
     assert (found["prompts"], found["duplicates"]) == (2, 0)
 

@@ -102,7 +102,7 @@ def test_what_json_cannot_hold_becomes_text_and_half_a_character_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt": "a", "since": date(2024, 5, 1)}, {"prompt": "b", "other": "\ud800"}]
-    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source: enumerate(rows, 1))
+    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source, files: enumerate(rows, 1))
     out = tmp_path / "out.jsonl"
     convert(Source(path="made:rows"), "prompts", out)
     assert written(out) == [{"prompt": "a", "since": "2024-05-01"}, {"prompt": "b", "other": "\ud800"}]

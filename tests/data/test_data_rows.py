@@ -396,6 +396,6 @@ def test_a_rank_of_hundreds_of_digits_is_counted_like_any_other_bad_rank(write: 
 
 def test_a_function_may_give_such_a_rank_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "q", "responses": ["a", "b"], "ranks": [1, 10**5000]}]
-    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source: enumerate(rows, 1))
+    monkeypatch.setattr("rlhf.data.rows.read_rows", lambda source, files: enumerate(rows, 1))
     with pytest.raises(DataError, match="row 1: a rank is not a finite number: it has hundreds of digits"):
         read_rankings(Source(path="made:rows"))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf.data.errors import DataError
-from rlhf.data.sources import Source, Unreadable, digest, load_function, locate, read_rows
+from rlhf.data.sources import Source, TextSource, Unreadable, digest, load_function, locate, named, read_rows
 
 
 def rows_of(path: Path | str, **settings: Any) -> list[Any]:
@@ -392,3 +392,32 @@ def test_a_function_that_exits_is_an_error_of_its_own(tmp_path: Path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match="made_exit:rows row 1: it raised SystemExit"):
         rows_of("made_exit:rows")
+
+
+def test_a_weight_is_part_of_the_digest_and_no_weight_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    path = str(tmp_path / "a.txt")
+    digests = {digest(TextSource(path=path, weight=weight)) for weight in (None, 1, 2)}
+    assert len(digests) == 3
+    assert digest(Source(path=path)) == digest(TextSource(path=path)) in digests
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan")])
+def test_a_weight_is_a_number_above_zero(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        TextSource(path="a.txt", weight=weight)
+
+
+def test_one_source_has_the_name_of_its_setting_and_several_are_numbered() -> None:
+    a, b = Source(path="a"), Source(path="b")
+    assert named("data", [a]) == {"data": a}
+    assert named("data", [a, b]) == {"data[0]": a, "data[1]": b}
+
+
+def test_files_are_told_as_they_are_read(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.jsonl"):
+        (tmp_path / name).write_text('"x"\n"y"\n')
+    files: list[Path] = []
+    told = [(number, files[-1].name) for number, _ in read_rows(Source(path=str(tmp_path)), files)]
+    assert told == [(1, "a.jsonl"), (2, "a.jsonl"), (3, "b.txt")]
+    assert files == [tmp_path / "a.jsonl", tmp_path / "b.txt"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.data.split import split_by_prompt, train_and_eval, without
+from rlhf.data.split import border, split_by_prompt, train_and_eval, without
 
 
 def prompt_of(row: tuple[str, int]) -> str:
@@ -63,3 +63,10 @@ def test_with_evaluation_rows_training_loses_their_prompts_and_the_share_means_n
     held_out = [("a", 9), ("z", 9)]
     assert train_and_eval(iter(train), iter(held_out), prompt_of, 0.9) == ([("b", 2), ("c", 4)], held_out, 2)
     assert train_and_eval(train, [], prompt_of, 0.5) == (train, [], 0)
+
+
+def test_the_border_follows_from_the_lowest_and_the_highest_place() -> None:
+    assert border(0.05, 0.9, 0.1) == 0.1
+    assert 0.3 < border(0.3, 0.9, 0.1) < 0.3000001  # none would be held out: the lowest one is
+    assert border(0.01, 0.08, 0.1) == 0.08  # all would be: the highest one is not
+    assert border(0.05, 0.05, 0.1) == border(0.0, 0.9, 0) == 0

@@ -1,5 +1,6 @@
 """Tokens of prompts, responses and documents: the border is exact, bos comes once, eos always."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,20 @@ def test_our_templates_write_a_tools_turn(build_tokenizer: Any, roles: bool, wri
 
 def test_documents_become_one_stream_with_eos_after_each(tokenizer: Any) -> None:
     one, two = tokenizer("the fox")["input_ids"], tokenizer("blue")["input_ids"]
-    assert encode_documents(tokenizer, iter(["the fox", "blue"])) == [*one, EOS, *two, EOS]
-    assert encode_documents(tokenizer, ["blue"] * 1001) == [*two, EOS] * 1001
+    assert list(encode_documents(tokenizer, iter(["the fox", "blue"]))) == [[*one, EOS], [*two, EOS]]
+    assert list(encode_documents(tokenizer, ["blue"] * 1001)) == [[*two, EOS]] * 1001
+
+
+def test_long_documents_are_encoded_few_at_a_time(tokenizer: Any) -> None:
+    taken: list[int] = []
+
+    def texts() -> Iterator[str]:
+        for number in range(5):
+            taken.append(number)
+            yield "blue " * 120_000  # 600,000 characters: two of them are more than a million
+
+    next(encode_documents(tokenizer, texts()))
+    assert taken == [0, 1]
 
 
 SPELT = "a <|endoftext|> b <|assistant|> c <s> d"
@@ -252,7 +265,7 @@ def test_a_role_token_that_only_answers_bring_stays_a_token(build_tokenizer: Any
 
 
 def test_special_tokens_spelt_in_a_document_stay_text(tokenizer: Any) -> None:
-    ids = encode_documents(tokenizer, [SPELT])
+    [ids] = encode_documents(tokenizer, [SPELT])
     assert [id for id in ids if id <= ASSISTANT] == [EOS] == ids[-1:]
     assert tokenizer.decode(ids[:-1]) == SPELT
     assert tokenizer("<s>")["input_ids"] == [BOS]  # only our own calls are changed

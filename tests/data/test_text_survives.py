@@ -60,7 +60,7 @@ def test_text_survives(tmp_path: Path, tokenizer: Any, suffix: str, text: str) -
 def test_a_nul_survives_where_a_file_can_hold_it(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
     [text] = read_text(write(tmp_path, suffix, {"text": NUL})).rows
     assert text == NUL
-    assert tokenizer.decode(encode_documents(tokenizer, [text])) == NUL + "<|endoftext|>"
+    assert tokenizer.decode(*encode_documents(tokenizer, [text])) == NUL + "<|endoftext|>"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
@@ -71,7 +71,7 @@ def test_tokens_that_rows_spell_out_end_nothing(tmp_path: Path, tokenizer: Any, 
     example = encode_example(tokenizer, row.prompt, row.response, 1000)
     assert example is not None
     assert [id for id in example.input_ids if id in special] == [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    assert encode_documents(tokenizer, [spelt]).count(tokenizer.eos_token_id) == 1
+    assert next(encode_documents(tokenizer, [spelt])).count(tokenizer.eos_token_id) == 1
 
 
 def test_line_breaks_of_a_table_are_line_feeds(tmp_path: Path) -> None:

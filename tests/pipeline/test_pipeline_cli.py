@@ -238,6 +238,26 @@ def test_eval_and_chat_become_a_process_that_may_import_torch(
     assert became[2][4:] == ["--temperature", "1.5", "--max-new-tokens", "9", "--multi-turn", "--seed", "3"]
 
 
+def test_attention_is_drawn_of_the_last_stage_or_the_named_one(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "sft")
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: became.append(words))
+    rlhf("eval", "run", "--attention", "a fox")
+    rlhf("eval", "run", "--attention", "a fox", "--stage", "pretrain")
+    for words, stage in zip(became, ("sft", "pretrain"), strict=True):
+        model = next(Path("run").glob(f"{stage}-*")) / "model"
+        assert words[3:] == ["rlhf.stages.attention", str(model), "run/attention.html", "a fox"]
+    for words, message in (
+        (("--attention", "a", "--stage", "reward"), "--stage reward: not a stage with a language model"),
+        (("--attention", "a", "--stage", "ppo"), "run: no finished ppo stage here"),
+        (("--stage", "sft"), "--stage sft: goes with --attention TEXT"),
+    ):
+        code, _, err = rlhf("eval", "run", *words)
+        assert (code, message in err) == (2, True)
+
+
 def test_a_process_that_it_became_shows_no_traceback(world: Path) -> None:
     Path("broken.py").write_text("import sys\nif __name__ == '__main__':\n    raise OSError(f'no {sys.argv[1]}')\n")
     code = "from rlhf.pipeline import cli; cli._become('broken', ['disk'])"

@@ -59,6 +59,20 @@ def test_changed_rows_are_the_reason(finished: Path) -> None:
     assert steps["sft"].reason == "sft.data changed"
 
 
+def test_a_model_to_train_further_is_an_input_of_pretraining(finished: Path) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text("{}")
+    step = plan("pretrain.model=base")["pretrain"]
+    assert (step.action, step.reason) == ("run", "input model changed")
+    with pytest.raises(SettingsError, match=r"pretrain\.model: no folder './none'"):
+        plan("pretrain.model=./none")
+
+
+def test_a_weight_is_a_reason(finished: Path) -> None:
+    steps = plan("pretrain.data={path: text.jsonl, weight: 2}")
+    assert (steps["pretrain"].action, steps["pretrain"].reason) == ("run", "pretrain.data changed")
+
+
 def test_another_input_is_the_reason(finished: Path) -> None:
     assert plan("sft.model=owner/name")["sft"].reason == "input pretrain changed"
 

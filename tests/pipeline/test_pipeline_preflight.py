@@ -1,6 +1,7 @@
 """What is refused before anything runs or is written."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,62 @@ def test_a_single_document_is_enough_for_pretraining(world: Path, stages: FakeSt
     write_rows(Path("text.jsonl"), [{"text": "one long document"}])
     run()
     assert stages.trained[0] == "pretrain"
+
+
+def test_text_is_counted_out_source_by_source_before_anything_trains(world: Path, stages: FakeStages) -> None:
+    write_rows(Path("more.jsonl"), [{"text": "seven"}, {"text": 8}, {"text": " "}])
+    with pytest.raises(DataError, match=r"more\.jsonl row 2: .*kept 1 of 3 rows"):
+        run("pretrain.data=[text.jsonl,more.jsonl]")
+    said = run("pretrain.data=[text.jsonl,more.jsonl]", "pretrain.max_dropped=0.5")
+    assert any(line.startswith("pretrain.data[1]: kept 1 of 3 rows; 1 ×") for line in said)
+
+
+def test_text_of_which_nothing_can_be_held_out_is_refused(world: Path, stages: FakeStages) -> None:
+    write_rows(Path("text.jsonl"), [{"text": "same"}, {"text": "same"}])
+    with pytest.raises(
+        DataError, match=r"pretrain\.data: 2 rows to train on and 0 to evaluate on; at least one of each"
+    ):
+        run()
+    write_rows(Path("eval.jsonl"), [{"text": "same"}])
+    with pytest.raises(DataError, match=r"0 rows to train on and 1 to evaluate on.*2 × in eval_data"):
+        run("pretrain.eval_data=eval.jsonl")
+    with pytest.raises(DataError, match=r"0 rows to train on and 0 to evaluate on.*2 × shorter than 9 characters"):
+        run("pretrain.min_document_length=9")
+    assert stages.trained == []
+
+
+def test_minhash_without_rensa_is_refused_before_anything_trains(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    with pytest.raises(SettingsError, match=r"pip install 'rlhf-toolkit\[dedup\]'"):
+        run("pretrain.deduplicate=minhash")
+    assert stages.trained == []
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_before_anything_is_written(world: Path, stages: FakeStages) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(SettingsError, match=r"pretrain\.tokenizer: 'empty' holds no tokenizer\.json"):
+        run("pretrain.tokenizer=empty")
+    assert not RUN.exists()
+
+
+def test_a_batch_in_tokens_is_what_processes_must_share(world: Path, stages: FakeStages) -> None:
+    shape = ("num_processes=3", "sft.global_batch_size=3", "reward.global_batch_size=3", "ppo.rollout_batch_size=12")
+    fits = (*shape, "pretrain.context_length=32", "sft.max_length=32", "reward.max_length=32", "ppo.num_minibatches=1")
+    lengths = (*fits, "ppo.max_prompt_length=8", "ppo.max_new_tokens=8")
+    with pytest.raises(
+        SettingsError, match=r"pretrain\.global_batch_tokens / block_size: 4 cannot be shared evenly by 3"
+    ):
+        run(*lengths, "pretrain.global_batch_tokens=128")
+    run(*lengths, "pretrain.global_batch_tokens=96")
+
+
+def test_blocks_must_fit_into_a_model_that_is_trained_further(world: Path, stages: FakeStages) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"max_position_embeddings": 16}')
+    with pytest.raises(SettingsError, match=r"pretrain\.block_size is 32, but the model has 16 positions; lower it"):
+        run("pretrain.model=base", "pretrain.block_size=32")
 
 
 def test_only_a_complete_checkpoint_is_gone_on_from(world: Path, stages: FakeStages) -> None:

@@ -342,3 +342,73 @@ def test_a_damaged_manifest_is_refused_with_its_path(tmp_path: Path) -> None:
     manifest.write_text("[]", encoding="utf-8")
     with pytest.raises(RefusedError, match=re.escape(f"{manifest}: is damaged; move its folder away")):
         render(run_dir)
+
+
+def make_sweep(folder: Path, losses: list[float], scaling: bool = False) -> Path:
+    """A run whose pretraining was swept; a variant without a loss failed. Each has a curve of three evaluations."""
+    run_dir = make_run(folder, ["pretrain"])
+    rows: list[dict[str, Any]] = []
+    for number, loss in enumerate(losses):
+        artifact = run_dir / f"pretrain-{number}"
+        artifact.mkdir()
+        evaluations = [{"step": 10 * n, "num_tokens": 100 * n, "val_loss": loss + 3 - n} for n in (1, 2, 3)]
+        write_lines(artifact / "metrics.jsonl", evaluations if loss else [])
+        rows.append({
+            "name": f"<v{number}>", "settings": {"num_layers": number}, "folder": artifact.name, "num_tokens": 300,
+            "num_parameters": 2000 + number, "num_non_embedding_parameters": 1000 + number, "vocab_size": 512,
+            "val_loss": loss or None, "best_step": 30, "seconds": 61.0, "error": None if loss else "it diverged",
+        })  # fmt: skip
+    part = {"points": [[1e3, 4.0], [1e4, 2.0], [1e5, 1.0]], "fit": None}
+    fit = {"exponent": 0.30103, "log10_constant": 5.0, "r_squared": 0.98765}
+    study = {"parameters": part | {"fit": fit}, "tokens": part, "compute": {"points": [], "fit": None}}
+    content = {"rows": rows, "scaling": study if scaling else None}
+    (run_dir / "sweep.json").write_text(json.dumps(content), encoding="utf-8")
+    return run_dir
+
+
+def test_a_sweep_is_a_table_of_its_variants_and_their_curves(tmp_path: Path) -> None:
+    html = page(make_sweep(tmp_path / "run", [2.5, 2.25, 2.75, 3.0, 0]))
+    shown = words(html)
+    assert "5 variants of pretraining, the best first" in shown
+    assert "variant num layers parameters not embeddings tokens val loss behind best best step time folder" in shown
+    assert "&lt;v1&gt; 1 2,001 1,001 300 2.2500 30 1:01 min pretrain-1 &lt;v0&gt;" in shown
+    assert "2.5000 +0.2500" in shown
+    assert "⚠ &lt;v4&gt;: it diverged" in shown
+    assert "&lt;v1&gt; 2.25 &lt;v3&gt; 3.00 the 2 between" in shown  # the best and the worst are told apart
+    assert "log axes" not in shown
+
+
+def test_up_to_three_variants_have_a_line_of_their_own(tmp_path: Path) -> None:
+    shown = words(page(make_sweep(tmp_path / "run", [2.5, 2.25, 2.75])))
+    assert "&lt;v1&gt; 2.25 &lt;v0&gt; 2.50 &lt;v2&gt; 2.75" in shown
+    assert "between" not in shown.partition("Sweep")[2].partition("How it was made")[0]
+
+
+def test_a_scaling_study_shows_each_law_with_its_points(tmp_path: Path) -> None:
+    html = page(make_sweep(tmp_path / "run", [2.5, 2.25, 2.75], scaling=True))
+    assert "L(N) = (1.00·10<sup>5</sup> / N)<sup>0.301</sup>" in html
+    assert "R² 0.988, 3 points" in html
+    assert html.count("no line: it takes three points, and a loss that falls") == 2
+    assert "form of Kaplan et al. (2020)" in html
+    drawn = html.partition("over parameters N")[2].partition("</figure>")[0]
+    assert all(power in drawn for power in ("10³", "10⁴", "10⁵"))
+
+
+def test_a_run_without_a_sweep_says_nothing_of_one(tmp_path: Path) -> None:
+    assert "Sweep" not in page(make_run(tmp_path / "run", ["pretrain"]))
+
+
+def test_a_sweep_file_that_is_cut_off_is_refused_by_name(tmp_path: Path) -> None:
+    run_dir = make_sweep(tmp_path / "run", [2.5])
+    (run_dir / "sweep.json").write_text('{"rows": [', encoding="utf-8")
+    with pytest.raises(RefusedError, match=r"sweep.json: not the result of a sweep"):
+        render(run_dir)
+
+
+def test_what_the_base_model_writes_is_shown_newest_first(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain"])
+    samples = [{"step": step, "prompt": "Once", "text": f" at {step} <i>"} for step in (100, 200)]
+    write_lines(run_dir / "pretrain-0123abcd" / "samples.jsonl", samples)
+    shown = words(page(run_dir))
+    assert "What it writes, from step 100 to step 200 step 200 Once at 200 &lt;i&gt; step 100 Once at 100" in shown
+    assert "Answers before and after PPO" not in shown

@@ -12,11 +12,13 @@ from rlhf.stages.artifact import (
     code_digest,
     file_digest,
     identify,
+    input_digest,
     model_digest,
     read_settings,
     seal,
     write_settings,
 )
+from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.sft.config import SFTSettings
 
 
@@ -130,3 +132,45 @@ def test_an_adapter_beside_a_models_weights_is_part_of_its_digest(tmp_path: Path
     with_head = model_digest(str(tmp_path), "here")
     (tmp_path / "adapter" / "value_head.safetensors").write_bytes(b"2")
     assert len({before, with_head, model_digest(str(tmp_path), "here")}) == 3
+
+
+def test_each_source_of_a_list_has_its_digest_and_each_weight_counts(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+
+    def data(*weights: float) -> dict[str, str]:
+        sources = [{"path": str(tmp_path / name), "weight": w} for name, w in zip("ab", weights, strict=True)]
+        return identify(PretrainSettings.load({"data": sources, "eval_data": str(tmp_path / "a")}, "pretrain")).data
+
+    assert list(data(1, 2)) == ["data[0]", "data[1]", "eval_data"]
+    assert [name for name in data(1, 2) if data(1, 2)[name] != data(1, 3)[name]] == ["data[1]"]
+    assert list(identify(PretrainSettings.load({"data": str(tmp_path / "a")}, "pretrain")).data) == ["data"]
+
+
+def test_a_tokenizer_is_known_by_its_files_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    text = tmp_path / "text.txt"
+    text.write_text("a")
+
+    def key(where: Path = tmp_path) -> str:
+        return identify(PretrainSettings.load({"data": str(text), "tokenizer": str(where)}, "pretrain")).key
+
+    before = key()
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert key() == before
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert key() != before
+    (tmp_path / "tokenizer.json").write_text("{}")
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name in ("tokenizer.json", "text.txt"):  # with the same files, since all of them count
+        (moved / name).write_text((tmp_path / name).read_text())
+    assert key(moved) == before
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"pretrain\.tokenizer: no folder './none'"):
+        input_digest("tokenizer", "./none", "pretrain")
+    with pytest.raises(SettingsError, match=r"pretrain\.tokenizer: '.*' holds no tokenizer\.json; it must be a saved"):
+        input_digest("tokenizer", str(tmp_path), "pretrain")
+    assert input_digest("tokenizer", "owner/name", "pretrain") == "hub:owner/name"

@@ -1,0 +1,181 @@
+"""The documents of a corpus: read source by source, filtered, and split into those to train on and those held out.
+
+They are read anew whenever they are asked for: what is kept in memory is a byte per document, and for de-duplication
+its hashes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Protocol
+
+from rlhf.data.deduplicate import Deduplicate, seen_before, text_digest
+from rlhf.data.errors import DataError
+from rlhf.data.report import Report
+from rlhf.data.rows import iterate, refuse_losses
+from rlhf.data.sources import TextSource, named
+from rlhf.data.split import border, place
+
+
+class Wanted(Protocol):
+    """Which documents to read; the settings of the pretrain stage are one."""
+
+    @property
+    def data(self) -> Sequence[TextSource]: ...
+    @property
+    def eval_data(self) -> Sequence[TextSource] | None: ...
+    @property
+    def eval_share(self) -> float: ...
+    @property
+    def max_dropped(self) -> float: ...
+    @property
+    def deduplicate(self) -> Deduplicate | None: ...
+    @property
+    def min_document_length(self) -> int: ...
+    @property
+    def max_document_length(self) -> int | None: ...
+
+
+@dataclass
+class Found:
+    """What reading one source brought."""
+
+    name: str
+    path: str
+    report: Report = field(default_factory=lambda: Report("text"))
+    documents: int = 0
+    characters: int = 0
+    files: dict[Path, list[int]] = field(default_factory=dict)
+    """[documents, characters] taken from each file, in the order of reading."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Usable documents that are not wanted, by reason."""
+    lowest: float = 1.0
+    highest: float = 0.0
+    """Places of its documents, from which follows where held-out ones end."""
+
+    def take(self, text: str) -> None:
+        """Count a document in."""
+        self.documents += 1
+        self.characters += len(text)
+        if self.report.files:
+            counts = self.files.setdefault(self.report.files[-1], [0, 0])
+            counts[0] += 1
+            counts[1] += len(text)
+        where = place(text)
+        self.lowest, self.highest = min(self.lowest, where), max(self.highest, where)
+
+
+def summary(documents: int, left_out: Mapping[str, int]) -> str:
+    """One line: how many documents of a source were kept, and why the others were not."""
+    reasons = "; ".join(f"{number} × {reason}" for reason, number in left_out.items())
+    return f"kept {documents} of {documents + sum(left_out.values())} documents; {reasons}"
+
+
+class Documents:
+    """Training and held-out documents.
+
+    With sources for evaluation, all their documents are held out, and equal ones are left out of training. Otherwise
+    a source of a single document is cut near its end, and of the others `eval_share` of the documents are held out,
+    chosen by a hash of their text. Filters and de-duplication are for what is split or trained on, not for documents
+    that are given for evaluation.
+    """
+
+    def __init__(self, wanted: Wanted, stage: str) -> None:
+        self.wanted, self.stage = wanted, stage
+        self.sources = named("data", wanted.data)
+        self.eval_sources = named("eval_data", wanted.eval_data or [])
+        self.found: list[Found] = []
+        """What the survey found: the sources of `data`, then those of `eval_data`."""
+        self._kept: list[bytearray] = []
+
+    def survey(self) -> list[Found]:
+        """Read everything once, count, and refuse what cannot be trained on. Raises RefusedError."""
+        if self.found:
+            return self.found
+        wanted, is_repeat = self.wanted, seen_before(self.wanted.deduplicate)
+        held_out: set[bytes] = set()
+        given = []
+        for name, source in self.eval_sources.items():
+            given.append(found := Found(name, source.path))
+            for text in self._read(source, found.report):
+                found.take(text)
+                held_out.add(text_digest(text))
+        read, all_kept = [], []
+        for name, source in self.sources.items():
+            read.append(found := Found(name, source.path))
+            all_kept.append(kept := bytearray())
+            for text in self._read(source, found.report):
+                if len(text) < wanted.min_document_length:
+                    reason = f"shorter than {wanted.min_document_length} characters"
+                elif wanted.max_document_length is not None and len(text) > wanted.max_document_length:
+                    reason = f"longer than {wanted.max_document_length} characters"
+                elif held_out and text_digest(text) in held_out:
+                    reason = "in eval_data"
+                elif is_repeat(text):
+                    reason = "came before" if wanted.deduplicate == "exact" else "much like one that came before"
+                else:
+                    reason = ""
+                    found.take(text)
+                if reason:
+                    found.left_out[reason] += 1
+                kept.append(not reason)
+        self._refuse_nothing(read, given)
+        self.found, self._kept = [*read, *given], all_kept
+        return self.found
+
+    def __iter__(self) -> Iterator[tuple[int, bool, str]]:
+        """(number of the source, whether it is held out, text), in the order of sources and rows."""
+        self.survey()
+        for number, source in enumerate(self.sources.values()):
+            found, end = self.found[number], self._border
+            texts = self._read(source, Report("text"))
+            for text, kept in zip_longest(texts, self._kept[number]):
+                if text is None or kept is None:
+                    raise DataError(f"{source.path}: it holds another number of documents than when it was read before")
+                if not kept:
+                    continue
+                if self.eval_sources:
+                    yield number, False, text
+                elif found.documents == 1:
+                    cut = int(len(text) * (1 - self.wanted.eval_share))
+                    yield number, False, text[:cut]
+                    yield number, True, text[cut:]
+                else:
+                    yield number, place(text) < end, text
+        for number, source in enumerate(self.eval_sources.values(), start=len(self.sources)):
+            for text in self._read(source, Report("text")):
+                yield number, True, text
+
+    def training(self) -> Iterator[str]:
+        """The documents to train on."""
+        return (text for _, is_held_out, text in self if not is_held_out)
+
+    def _read(self, source: TextSource, report: Report) -> Iterator[str]:
+        yield from iterate(source, "text", report)
+        refuse_losses(report, source, self.wanted.max_dropped)
+
+    @property
+    def _border(self) -> float:
+        return _border_of(self.found[: len(self.sources)], self.wanted.eval_share)
+
+    def _refuse_nothing(self, read: list[Found], given: list[Found]) -> None:
+        num_documents = sum(found.documents for found in read)
+        splits = any(found.documents == 1 for found in read) or _border_of(read, self.wanted.eval_share) > 0
+        num_held_out = sum(found.documents for found in given)
+        if num_documents and (num_held_out or splits):
+            return
+        lines = [f". {found.name}: {summary(found.documents, found.left_out)}" for found in read if found.left_out]
+        raise DataError(
+            f"{self.stage}.data: {num_documents} rows to train on and {num_held_out} to evaluate on; "
+            f"at least one of each is needed, with different prompts{''.join(lines)}"
+        )
+
+
+def _border_of(read: list[Found], eval_share: float) -> float:
+    """Where held-out places end in sources of several documents: in all at the same place, so that a text which lies
+    in two of them is on one side."""
+    several = [found for found in read if found.documents > 1]
+    lowest = min((found.lowest for found in several), default=0.0)
+    return border(lowest, max((found.highest for found in several), default=0.0), eval_share)

@@ -1,0 +1,295 @@
+"""From text to blocks: made once, made anew when anything changed that decides them, and recorded."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stages_world import byte_tokenizer, tiny_policy
+
+from rlhf.data.collate import Blocks, blocks
+from rlhf.data.errors import DataError, RefusedError, SettingsError
+from rlhf.data.mixture import Mixture
+from rlhf.data.split import split_by_prompt
+from rlhf.data.tokens import encode_documents
+from rlhf.stages.artifact import file_digest, write_settings
+from rlhf.stages.pretrain import corpus as module
+from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.pretrain.corpus import Corpus, prepare
+from rlhf.stages.runtime import Runtime
+
+Prepare = Callable[..., Corpus]
+TEXTS = [f"document {number} of the text\n" for number in range(40)]
+
+
+def write_rows(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "rows.jsonl", TEXTS)
+    return tmp_path
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Prepare]:
+    """Prepare the corpus of some settings as the stage does, in folder/run/pretrain."""
+    runs: list[Any] = []
+
+    def prepared(**fields: Any) -> Corpus:
+        settings = {"data": str(folder / "rows.jsonl"), "vocab_size": 280, "context_length": 16, "report_to": []}
+        stage = folder / "run" / "pretrain"
+        write_settings(stage, PretrainSettings.load(settings | fields, "pretrain"))
+        runs.append(Runtime(PretrainSettings.load(settings | fields, "pretrain"), stage))
+        return prepare(runs[-1])
+
+    yield prepared
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was made anew, as it happens."""
+    done: list[str] = []
+
+    def note(name: str, real: Callable[..., Any]) -> None:
+        def noted(*args: Any) -> Any:
+            done.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(module, name, noted)
+
+    note("train_tokenizer", module.train_tokenizer)
+    note("write_tokens", module.write_tokens)
+    return done
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "run" / "pretrain" / "corpus.json").read_text(encoding="utf-8"))["sources"]
+
+
+def test_rows_are_the_training_documents_joined_and_cut(folder: Path, make: Prepare) -> None:
+    corpus = make(block_size=8, eval_share=0.2)
+    train, held_out = split_by_prompt(TEXTS, str, 0.2)
+    expected = blocks(encode_documents(corpus.tokenizer, train), 8, "data")
+    assert corpus.rows[range(len(corpus.rows))].equal(expected)
+    eval_rows = corpus.eval_rows
+    assert eval_rows[range(len(eval_rows))].equal(blocks(encode_documents(corpus.tokenizer, held_out), 8, "eval"))
+    assert corpus.block_size == 8
+    assert corpus.rows.num_tokens == sum(map(len, encode_documents(corpus.tokenizer, train)))
+
+
+def test_a_text_of_one_file_is_cut_near_its_end(folder: Path, make: Prepare) -> None:
+    (folder / "text.txt").write_text("ab" * 50)
+    corpus = make(data=str(folder / "text.txt"), tokenizer="characters", block_size=8)
+    eos, a, b = 0, 2, 3
+    assert corpus.rows.num_tokens == 91  # 90 characters and the end
+    assert corpus.rows[[0]].tolist() == [[a, b] * 4 + [a]]
+    assert corpus.eval_rows[[0]].tolist() == [[a, b] * 4 + [a]]
+    assert corpus.eval_rows.tokens[-2:].tolist() == [b, eos]
+
+
+def test_a_small_held_out_text_makes_one_block_of_its_own_length(folder: Path, make: Prepare) -> None:
+    (folder / "text.txt").write_text("ab" * 20)
+    corpus = make(data=str(folder / "text.txt"), tokenizer="characters")
+    assert corpus.eval_rows[range(len(corpus.eval_rows))].tolist() == [[2, 3, 2, 3, 0]]
+
+
+def test_a_text_smaller_than_a_block_is_refused_with_the_sizes(folder: Path, make: Prepare) -> None:
+    (folder / "text.txt").write_text("abcdefghij")
+    with pytest.raises(DataError, match=r"pretrain\.data: the text gives 10 tokens, but a block needs 17; use more"):
+        make(data=str(folder / "text.txt"), tokenizer="characters")
+
+
+def test_what_did_not_change_is_not_made_again(folder: Path, make: Prepare, work: list[str]) -> None:
+    first = make()
+    assert work == ["train_tokenizer", "write_tokens"]
+    shutil.rmtree(folder / "run" / "pretrain")
+    again = make(num_steps=7, learning_rate=1.0, block_size=8, hidden_size=16)
+    assert work == ["train_tokenizer", "write_tokens"]
+    assert isinstance(again.rows.tokens, np.memmap)
+    assert again.rows.tokens.dtype == np.uint16
+    assert (again.rows.tokens == first.rows.tokens).all()
+    assert again.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
+    assert [part["name"] for part in record(folder)] == ["data"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"min_document_length": 24}, {"max_document_length": 23}, {"deduplicate": "exact"}, {"eval_share": 0.4},
+        {"vocab_size": 279}, {"tokenizer": "characters"}, {"special_tokens": ["<|x|>"]},
+    ],
+)  # fmt: skip
+def test_a_setting_that_decides_the_tokens_makes_them_anew(
+    make: Prepare, work: list[str], change: dict[str, Any]
+) -> None:
+    make()
+    make(**change)
+    assert work == ["train_tokenizer", "write_tokens"] * 2
+    make()
+    assert len(work) == 4
+
+
+def test_one_other_letter_in_the_text_makes_them_anew(folder: Path, make: Prepare, work: list[str]) -> None:
+    before = make().rows.tokens.copy()
+    write_rows(folder / "rows.jsonl", ["dokument 0 of the text\n", *TEXTS[1:]])  # of the same size
+    after = make().rows.tokens
+    assert work == ["train_tokenizer", "write_tokens"] * 2
+    assert len(before) != len(after) or (before != after).any()
+
+
+def test_another_existing_tokenizer_makes_the_tokens_anew(folder: Path, make: Prepare, work: list[str]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder / "bytes")
+    make(tokenizer=str(folder / "bytes"))
+    changed = json.loads((folder / "bytes" / "tokenizer.json").read_text())
+    vocabulary = changed["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "bytes" / "tokenizer.json").write_text(json.dumps(changed))
+    make(tokenizer=str(folder / "bytes"))
+    assert work == ["write_tokens", "write_tokens"]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no meta", "broken meta", "no file"])
+def test_damaged_tokens_are_made_anew(folder: Path, make: Prepare, work: list[str], damage: str) -> None:
+    before = make().rows.tokens.copy()
+    [place] = (path.parent for path in (folder / "run" / "tokens").glob("*/meta.json"))
+    if damage == "cut short":
+        with (place / "tokens.bin").open("r+b") as file:
+            file.truncate(10)
+    elif damage == "broken meta":
+        (place / "meta.json").write_text('{"dtype": "uint16"')
+    else:
+        (place / ("meta.json" if damage == "no meta" else "held_out.bin")).unlink()
+    assert (make().rows.tokens == before).all()
+    assert work == ["train_tokenizer", "write_tokens", "write_tokens"]
+
+
+@pytest.mark.parametrize("name", ["train_tokenizer", "write_tokens"])
+def test_a_kill_while_writing_leaves_nothing_that_counts(
+    folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def killed(*_: Any) -> None:
+        for path in (folder / "run" / "tokens").glob(".*.writing"):
+            (path / "tokens.bin").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            make()
+    left = [path.name for path in (folder / "run" / "tokens").iterdir() if path.name.startswith(".")]
+    assert len(left) == 1
+    corpus = make()
+    assert corpus.rows.num_tokens > 100
+    assert not list((folder / "run" / "tokens").glob(".*"))
+
+
+def test_weights_make_a_mixture_in_their_proportion_and_no_new_tokens(
+    folder: Path, make: Prepare, work: list[str]
+) -> None:
+    (folder / "a.txt").write_text("a" * 400)
+    (folder / "b.txt").write_text("b" * 200)
+
+    def sources(first: float | None, second: float | None) -> list[dict[str, Any]]:
+        return [
+            {"path": str(folder / "a.txt"), "weight": first},
+            {"path": str(folder / "b.txt"), "weight": second},
+        ]
+
+    joined = make(data=sources(None, None), tokenizer="characters", block_size=10)
+    assert isinstance(joined.rows, Blocks)
+    assert joined.rows.num_tokens == 361 + 181
+    assert len(joined.rows) == 54
+    mixed = make(data=sources(1, 3), tokenizer="characters", block_size=10)
+    assert isinstance(mixed.rows, Mixture)
+    assert (len(mixed.rows), mixed.rows.num_tokens) == (36 + 18, 542)
+    letters = [int(row[1]) for step in range(10) for row in mixed.rows.batch(step, 4, 0)]
+    b = mixed.tokenizer.convert_tokens_to_ids("b")
+    assert abs(letters.count(b) - 30) <= 3  # an end of text may stand there once an epoch
+    assert work == ["train_tokenizer", "write_tokens"]
+    assert [(part["name"], part["weight"]) for part in record(folder)] == [("data[0]", 1), ("data[1]", 3)]
+    assert mixed.eval_rows.num_tokens == 41 + 21
+
+
+def test_a_weighted_source_smaller_than_a_block_is_named(folder: Path, make: Prepare) -> None:
+    (folder / "b.txt").write_text("short")
+    data = [{"path": str(folder / "rows.jsonl"), "weight": 1}, {"path": str(folder / "b.txt"), "weight": 1}]
+    with pytest.raises(DataError, match=r"pretrain\.data\[1\]: the text gives 5 tokens, but a block needs 17"):
+        make(data=data, tokenizer="characters")
+
+
+def test_text_given_for_evaluation_is_all_held_out_and_recorded(
+    folder: Path, make: Prepare, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = write_rows(folder / "eval.jsonl", [TEXTS[3], "dé✓ new\n"])
+    corpus = make(eval_data=str(given), tokenizer="characters")
+    assert corpus.eval_rows.num_tokens == len(TEXTS[3]) + len("dé✓ new\n") + 2
+    data, evaluation = record(folder)
+    assert (data["documents"], data["left_out"]) == (39, {"in eval_data": 1})
+    assert (evaluation["documents"], evaluation["held_out_tokens"]) == (2, corpus.eval_rows.num_tokens)
+    for _ in range(2):  # once more from the cache
+        said = capsys.readouterr().out
+        assert "pretrain.data: kept 39 of 40 documents; 1 × in eval_data" in said
+        # é, ✓ and w are in no training text
+        assert f"pretrain.eval_data: 3 of {corpus.eval_rows.num_tokens} held-out tokens are unknown" in said
+        make(eval_data=str(given), tokenizer="characters")
+
+
+def test_the_record_says_which_files_were_read_in_which_order(folder: Path, make: Prepare) -> None:
+    (folder / "texts" / "b").mkdir(parents=True)
+    for name in ("c.txt", "a.txt", "b/z.md"):
+        (folder / "texts" / name).write_text(f"The text of {name}, which is long enough. " * 3)
+    corpus = make(data=str(folder / "texts"), deduplicate="minhash", eval_share=0.3)
+    [source] = record(folder)
+    names = [Path(file["path"]).relative_to(folder / "texts").as_posix() for file in source["files"]]
+    assert names == ["a.txt", "b/z.md", "c.txt"]
+    for file in source["files"]:
+        assert file["sha256"] == file_digest(Path(file["path"]))
+        assert (file["documents"], file["characters"]) == (1, len(Path(file["path"]).read_text()))
+    assert source["tokens"] == corpus.rows.num_tokens
+
+
+def test_a_model_to_train_further_keeps_its_tokenizer_and_its_positions(folder: Path, make: Prepare) -> None:
+    base = folder / "base"
+    tiny_policy().save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    corpus = PretrainSettings.load({"data": "x", "model": str(base)}, "pretrain")
+    assert module.block_size(corpus) == 64  # it has so many positions
+    assert module.block_size(corpus.model_copy(update={"block_size": 32})) == 32
+    with pytest.raises(SettingsError, match=r"pretrain\.block_size is 65, but the model has 64 positions; lower it"):
+        module.block_size(corpus.model_copy(update={"block_size": 65}))
+    with pytest.raises(RefusedError, match=r"no causal language model in '.*texts'"):
+        module.block_size(corpus.model_copy(update={"model": str(folder / "texts")}))
+
+
+def test_continued_pretraining_reads_with_the_models_own_tokenizer(folder: Path, make: Prepare) -> None:
+    base = folder / "base"
+    tiny_policy().save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    stage = folder / "run" / "further"
+    settings = PretrainSettings.load(
+        {"data": str(folder / "rows.jsonl"), "model": str(base), "block_size": 16, "report_to": []}, "pretrain"
+    )
+    write_settings(stage, settings)
+    run = Runtime(settings, stage)
+    corpus = prepare(run)
+    run.close()
+    assert corpus.tokenizer.backend_tokenizer.to_str() == byte_tokenizer().backend_tokenizer.to_str()
+    assert corpus.rows.num_tokens + corpus.eval_rows.num_tokens == sum(len(text) + 1 for text in TEXTS)
+
+
+def test_shakespeare_is_read_whole(make: Prepare) -> None:
+    path = Path(__file__).parents[2].parent / "shared/data/text/tinyshakespeare.txt"
+    if not path.is_file():
+        pytest.skip("tinyshakespeare.txt is not here")
+    corpus = make(data=str(path), tokenizer="characters", context_length=64)
+    assert len(corpus.tokenizer) == 65 + 2
+    assert corpus.rows.num_tokens + corpus.eval_rows.num_tokens == 1_115_394 + 2
