@@ -26,6 +26,11 @@ from rlhf.stages.sft.config import SFTSettings
 Say = Callable[[str], None]
 
 
+_OF_THE_TEXT = {*PretrainSettings.data_fields, "eval_share", "max_dropped", "deduplicate", "min_document_length",
+                "max_document_length"}  # fmt: skip
+"""What decides which documents pretrain reads and keeps."""
+
+
 def refuse_foreign_files(run_dir: Path, recipe: Recipe, source: Path | None) -> None:
     """Refuse to write over a recipe.yaml or report.html that no run of ours left here.
 
@@ -54,13 +59,18 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say)
     processes = num_processes(recipe)
     if problems := [line for settings in to_run for line in (*_uneven(settings, processes), *_too_long(settings))]:
         raise SettingsError("\n".join(problems))
+    read: list[dict[str, Any]] = []
     for settings in to_run:
         if isinstance(settings, PPOSettings):
             settings.refuse_missing_bitsandbytes()
         if isinstance(settings, RewardSettings):
             for reference in settings.compare_with:
                 model_digest(reference, "reward.compare_with")  # refuses a folder that holds no model
-        _refuse_bad_rows(settings, say)
+        text = settings.model_dump(include=_OF_THE_TEXT) if isinstance(settings, PretrainSettings) else None
+        if text is None or text not in read:  # the variants of a sweep have one text
+            _refuse_bad_rows(settings, say)
+        if text is not None:
+            read.append(text)
     models = {Path(model) for settings in to_run for model in settings.inputs().values() if model is not None}
     for model in sorted(models):
         _refuse_changed(model)

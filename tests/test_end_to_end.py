@@ -63,6 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(home / "rankings.jsonl", [
         {"prompt": f"Who is {h}?", "responses": [f"A {h}.", "No.", "Who?"], "ranks": [1, 2, 2]} for h in heroes
     ])  # fmt: skip
+    (home / "input.txt").write_text("To be, or not to be: that is the question. " * 30)
     write(home / "prompts.jsonl", [{"prompt": f"Who is {h}?"} for h in heroes])
     write(home / "test.jsonl", [{"prompt": "Who is fox?"}, {"prompt": "Who is owl?"}])
     theirs = [{"question": f"Who is {h}?", "response_j": f"A {h}.", "response_k": "No."} for h in heroes]
@@ -127,6 +128,16 @@ def test_a_reward_model_below_its_bar_ends_the_run_before_ppo(home: Path) -> Non
     assert "PPO does not start from it" in report
 
 
+TINY = [
+    f"pretrain.{setting}"
+    for setting in (
+        "hidden_size=16", "num_heads=2", "num_layers=1", "block_size=16", "num_steps=2", "global_batch_size=2",
+        "sample_length=4",
+    )
+]  # fmt: skip
+"""What makes an hour on a GPU a second on a CPU."""
+
+
 def readme_commands() -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
@@ -141,6 +152,8 @@ def test_every_command_of_the_readme_runs(home: Path) -> None:
     processes = []
     for command in commands:
         words = [word for part in shlex.split(command)[1:] for word in (glob.glob(part, root_dir=home) or [part])]
+        if words[1].startswith("shakespeare"):
+            words += TINY
         launched = any(word.startswith(("num_processes=", "accelerate_config=")) for word in words)
         before = set(home.glob("runs/mine/ppo-*"))
         said = rlhf(*words, *(["--force", "ppo"] if launched else []), cwd=home, typed="Who is the fox?\n")

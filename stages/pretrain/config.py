@@ -154,7 +154,7 @@ class PretrainSettings(StageSettings):
 
     @field_validator("data", "eval_data", mode="before")
     @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
+    def _list_of_sources(cls, value: Any) -> Any:
         return value if isinstance(value, list) or value is None else [value]
 
     @field_validator("data", "eval_data")

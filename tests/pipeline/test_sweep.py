@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pipeline_world import FakeStages, contents, write_recipe, write_rows
 
+from rlhf.data.documents import Documents
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline import cli, launch
 from rlhf.pipeline.errors import RunStopped
@@ -284,3 +285,13 @@ def test_real_sizes_are_trained_fitted_and_shown(world: Path, monkeypatch: pytes
     assert [x for x, _ in found["parameters"]["points"]] == sizes
     assert [x for x, _ in found["tokens"]["points"]] == [2 * 4 * 32, 4 * 4 * 32, 6 * 4 * 32]
     assert "over parameters N, log axes" in (RUN / "report.html").read_text()
+
+
+def test_a_text_is_read_once_before_all_variants_and_its_warnings_told_once(
+    world: Path, learning: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surveys = []
+    survey = Documents.survey
+    monkeypatch.setattr(Documents, "survey", lambda self: surveys.append(self) or survey(self))
+    sweep()
+    assert len(surveys) == 1
