@@ -128,7 +128,7 @@ def our_step(shape: dict[str, Any]) -> tuple[Callable[[], None], Any]:
     def step() -> None:
         nonlocal count
         set_learning_rates(optimizers, settings, model.config.hidden_size, count)
-        health.add(optimise(run, loss_of, optimizers, data[count % len(data)], health.limit, 0))
+        health.add(count, optimise(run, loss_of, optimizers, data[count % len(data)], health.limit, 0))
         health.read(all_steps=False)
         count += 1
 

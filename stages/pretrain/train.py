@@ -51,21 +51,22 @@ def train(folder: str | Path) -> dict[str, Any]:
     while step < settings.num_steps:
         rates = set_learning_rates(optimizers, settings, model.config.hidden_size, step)
         batch = corpus.rows.batch(step + health.state["data_offset"], batch_size, settings.seed)
-        health.add(optimise(run, loss_of, optimizers, batch, health.limit, eos))
+        stats = optimise(run, loss_of, optimizers, batch, health.limit, eos)
         step += 1
+        health.add(step, stats)
         is_last, stop = step == settings.num_steps, run.stop_requested()
         evaluate_now = is_last or step % settings.eval_every == 0
         told_now = evaluate_now or stop or step % settings.log_every == 0 or step % settings.save_every == 0
-        faults = health.read(all_steps=told_now)
+        fault = health.read(all_steps=told_now)
+        if fault:
+            run.say(f"skipped {fault}")
         if health.is_lost:
-            step = go_back(run, health, step, faults[-1])
+            step = go_back(run, health, fault)
             continue
-        if faults:
-            run.say(f"skipped a step near {step}: {faults[-1]}")
         if not told_now:
             continue
         row: dict[str, Any] = {"num_tokens": step * batch_size * corpus.block_size, **rates}
-        if not faults:
+        if health.is_well:
             row |= {"loss": health.loss, "grad_norm": health.grad_norm}
         if health.state["num_skipped"]:
             row["num_skipped"] = health.state["num_skipped"]
@@ -77,7 +78,7 @@ def train(folder: str | Path) -> dict[str, Any]:
                 run.state |= {"best_val_loss": row["val_loss"], "best_step": step, "num_tokens": row["num_tokens"]}
                 run.on_main(lambda: save_folder(folder / "checkpoints" / "best", model, tokenizer))
         run.log(step, row, force=evaluate_now)
-        run.checkpoint(step, good=not faults)
+        run.checkpoint(step, good=health.is_well)
         if evaluate_now and has_stalled(run, step):
             break
     if "best_val_loss" not in run.state:
@@ -169,17 +170,17 @@ def inputs_of(run: Runtime[PretrainSettings], blocks: Tensor, eos: int) -> dict[
     return {"blocks": blocks, "position_ids": position_ids, "attention_mask": attention_mask}
 
 
-def go_back(run: Runtime[PretrainSettings], health: Health, step: int, fault: str) -> int:
+def go_back(run: Runtime[PretrainSettings], health: Health, fault: str | None) -> int:
     """Load the last checkpoint, data order moved on; returns its step. Raises RuntimeError when that was enough."""
     lost = dict(run.state)
     cure = "training diverged; lower pretrain.learning_rate"
     if len(lost["rollbacks"]) >= run.settings.max_rollbacks:
-        raise RuntimeError(f"{fault} at step {step}, after going back {len(lost['rollbacks'])} times: {cure}")
+        raise RuntimeError(f"{fault}, after going back {len(lost['rollbacks'])} times: {cure}")
     back = run.go_back()
     if back is None:
-        raise RuntimeError(f"{fault} at step {step}, and no checkpoint to go back to: {cure}, or pretrain.save_every")
-    health.went_back(step, back, lost, fault)
-    run.say(f"went back from step {step} to {back}; goes on with other data")
+        raise RuntimeError(f"{fault}, and no checkpoint to go back to: {cure}, or pretrain.save_every")
+    health.went_back(back, lost, str(fault))
+    run.say(f"went back from step {health.step} to {back}; goes on with other data")
     return back
 
 
