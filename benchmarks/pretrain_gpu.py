@@ -7,8 +7,9 @@ DIR is a checkout of nanoGPT; with it, its own model (speed) or its own training
 run. speed: 12 layers, width 768, vocabulary 50304, 32 rows of 1024 random tokens, bfloat16, each model in a process of
 its own. shakespeare: the recipes shakespeare and shakespeare_best on the text, whose last tenth is held out; losses are
 in nats per character, once over the whole held-out text and once as nanoGPT estimates them (200 batches of 64 windows
-at random places). Seconds are of the training loop with its evaluations, without what comes before the first line of
-metrics (start, compilation and the first steps) unless they are called wall.
+at random places). Start and compilation count in `wall` alone: the steps ahead of the first line of metrics are taken
+to last as long as the others. `steps` are seconds of training steps, up to the best one; `seconds` have evaluations,
+samples and checkpoints in them. Each point of the curve is step: loss (seconds of steps; nanoGPT's with evaluations).
 """
 
 import argparse
@@ -62,12 +63,13 @@ def main() -> None:
                 flush=True,
             )
         return
-    columns = ("parameters", "best loss", "estimated", "at step", "seconds", "all seconds", "wall")
+    columns = ("parameters", "best loss", "estimated", "at step", "steps", "seconds", "all seconds", "wall")
     print(f"{'':18}" + "".join(f"{column:>13}" for column in columns), flush=True)
     for name in names:
         found = child(options, name)
         print(f"{name:18}" + "".join(f"{found.get(column, ''):>13}" for column in columns), flush=True)
-        print("    " + "  ".join(f"{step}: {loss:.4f}" for step, loss in found["curve"]), flush=True)
+        points = [f"{step}: {loss:.4f} ({seconds:.1f} s)" for step, loss, seconds in found["curve"]]
+        print("    " + "  ".join(points), flush=True)
 
 
 def child(options: argparse.Namespace, name: str) -> Any:
@@ -191,6 +193,11 @@ def shakespeare(options: argparse.Namespace) -> dict[str, Any]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     first = min(times)
     ahead = (max(times.values()) - times[first]) / (max(times) - first) * first  # of the steps before the first line
+    spent, told, count = {first: 0.0}, first, 0.0
+    for row in rows[1:]:
+        count += (row["step"] - told) * section.global_batch_size * 256 / row["tokens_per_second"]
+        spent[row["step"]], told = count, row["step"]
+    spent = {step: seconds + count / (told - first) * first for step, seconds in spent.items()}
     model = AutoModelForCausalLM.from_pretrained(folder / "model").cuda().eval()
     text = options.text.read_text()
     ids = AutoTokenizer.from_pretrained(folder / "model")(text[int(0.9 * len(text)) :])["input_ids"]
@@ -199,9 +206,10 @@ def shakespeare(options: argparse.Namespace) -> dict[str, Any]:
         "best loss": round(metrics["val_loss"], 4),
         "estimated": round(estimate(model, torch.tensor(ids)), 4),
         "at step": metrics["best_step"],
+        "steps": round(spent[metrics["best_step"]], 1),
         "seconds": round(times[metrics["best_step"]] - times[first] + ahead, 1),
         "all seconds": round(max(times.values()) - times[first] + ahead, 1),
-        "curve": [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row],
+        "curve": [(row["step"], row["val_loss"], spent[row["step"]]) for row in rows if "val_loss" in row],
     }
 
 
@@ -246,7 +254,8 @@ def nanogpt_training(checkout: Path, text: Path) -> dict[str, Any]:
     best = min(range(len(curve)), key=lambda place: curve[place][1])
     return {
         "parameters": number, "estimated": curve[best][1], "at step": curve[best][0],
-        "seconds": round(times[best] - began, 1), "all seconds": round(times[-1] - began, 1), "curve": curve,
+        "seconds": round(times[best] - began, 1), "all seconds": round(times[-1] - began, 1),
+        "curve": [(step, loss, max(when - began, 0.0)) for (step, loss), when in zip(curve, times, strict=True)],
     }  # fmt: skip
 
 

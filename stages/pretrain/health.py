@@ -8,6 +8,7 @@ import math
 import statistics
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -29,7 +30,7 @@ class Health:
         self.settings, self.state = settings, state
         self.step, self.loss, self.grad_norm = 0, math.nan, math.nan
         """Of the last step that was read."""
-        self._unread: list[tuple[int, Tensor]] = []
+        self._unread: list[tuple[int, Tensor, torch.cuda.Event | None]] = []
         state.setdefault("losses", [])  # of the last steps; None where one was skipped
         state.setdefault("skipped_in_a_row", 0)
         state.setdefault("num_skipped", 0)
@@ -48,7 +49,11 @@ class Health:
 
     def add(self, step: int, stats: Tensor) -> None:
         """A step, from 1, was made: its loss, gradient norm, and 1 if it was skipped."""
-        self._unread.append((step, stats))
+        copy, done = stats.to("cpu", non_blocking=True), None
+        if stats.is_cuda:  # the copy waits its turn here, not behind the next step
+            done = torch.cuda.Event()
+            done.record()
+        self._unread.append((step, copy, done))
 
     def read(self, all_steps: bool) -> str | None:
         """Read all steps, or all but the last, which the device may be at still; what was wrong, if anything was.
@@ -57,7 +62,9 @@ class Health:
         """
         fault = None
         while len(self._unread) > (0 if all_steps else 1) and not self.is_lost:
-            self.step, stats = self._unread.pop(0)
+            self.step, stats, done = self._unread.pop(0)
+            if done is not None:
+                done.synchronize()
             self.loss, self.grad_norm, skipped = stats.tolist()
             self.state["losses"] = [*self.state["losses"], None if skipped else self.loss][-WINDOW - 1 :]
             self.state["skipped_in_a_row"] = self.state["skipped_in_a_row"] + 1 if skipped else 0

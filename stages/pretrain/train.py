@@ -163,6 +163,8 @@ def optimise(
 
 def inputs_of(run: Runtime[PretrainSettings], blocks: Tensor, eos: int) -> dict[str, Tensor]:
     """Arguments of the loss, on the device: blocks [B, T + 1], and where asked, what keeps documents apart."""
+    if run.device.type == "cuda":  # from memory that is not pinned, a copy waits until the device has done all before
+        blocks = blocks.pin_memory()
     blocks = blocks.to(run.device, non_blocking=True)
     if run.settings.attend_across_documents:
         return {"blocks": blocks}
