@@ -1,7 +1,7 @@
 """From token lists to tensors, and which rows an optimiser step sees."""
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 
 import numpy as np
@@ -65,6 +65,8 @@ class Blocks:
                 "use more text or smaller blocks"
             )
         self.tokens, self.length = tokens, length
+        # Of each stream its own: a step asks for rows of one epoch or two, and the order of all rows takes time.
+        self._order = lru_cache(maxsize=2)(partial(epoch_order, len(self)))
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.length
@@ -88,10 +90,10 @@ class Blocks:
         From the second epoch on the rows begin elsewhere in the tokens, going round at their end, so that a text is
         not cut at the same places, and a token not seen with the same ones before it, time and again.
         """
-        starts = [
-            row_at(place, len(self), seed) * self.length + _shift(self.length, seed, place // len(self))
-            for place in places
-        ]
+        starts = []
+        for place in places:
+            epoch, rest = divmod(place, len(self))
+            starts.append(int(self._order(seed, epoch)[rest]) * self.length + _shift(self.length, seed, epoch))
         return self._from(np.asarray(starts))
 
     def _from(self, starts: np.ndarray) -> Tensor:
@@ -128,17 +130,16 @@ def batch_indices(num_rows: int, batch_size: int, step: int, seed: int) -> list[
     """
     if num_rows < 1 or batch_size < 1 or step < 0:
         raise ValueError(f"no batch from num_rows={num_rows}, batch_size={batch_size}, step={step}")
-    return [row_at(place, num_rows, seed) for place in range(step * batch_size, (step + 1) * batch_size)]
+    places = range(step * batch_size, (step + 1) * batch_size)
+    return [int(_cached_order(num_rows, seed, place // num_rows)[place % num_rows]) for place in places]
 
 
-def row_at(place: int, num_rows: int, seed: int) -> int:
-    """The row at a place of the stream of shuffled epochs."""
-    return int(_order(num_rows, seed, place // num_rows)[place % num_rows])
-
-
-@lru_cache(maxsize=32)  # a mixture needs one or two of each source
-def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch, from 0."""
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+_cached_order = lru_cache(maxsize=8)(epoch_order)
 
 
 @lru_cache(maxsize=32)

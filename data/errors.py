@@ -1,4 +1,4 @@
-"""The errors people see: what was found, where, and what would work."""
+"""The errors people see: what was found, where, and what would work; and what a signal raises."""
 
 
 class RefusedError(ValueError):
@@ -11,6 +11,10 @@ class DataError(RefusedError):
 
 class SettingsError(RefusedError):
     """A recipe or setting that cannot be used; the message names the key and the cure."""
+
+
+class Stopped(SystemExit):
+    """A signal ended what was being done, which can be resumed; `code` is the exit code that goes with it."""
 
 
 def first_line(error: Exception) -> str:

@@ -52,11 +52,14 @@ def folder_files(folder: Path) -> list[Path]:
 
 
 def hash_file(sha: "hashlib._Hash", file: Path, name: str) -> None:
-    """Add a file's name, size and bytes to a hash."""
-    sha.update(f"file:{name}:{file.stat().st_size}\n".encode())
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            sha.update(block)
+    """Add a file's name, size and bytes to a hash. Raises DataError for one that cannot be read."""
+    try:
+        sha.update(f"file:{name}:{file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                sha.update(block)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def read_file(file: Path, column: str) -> Iterator[tuple[int, Row]]:

@@ -45,7 +45,7 @@ class Turns:
     The source with the nearest deadline goes next, of those that have had less than their share up to and with this
     place; its deadline is the last place at which its next turn keeps it within one of its share (Tijdeman 1980; in
     this form Steiner and Yeomans 1993). With whole-number weights the order repeats after as many places as they sum
-    up to; what was worked out is kept, and nothing else is remembered.
+    up to. Only the last place is remembered: to go back to an earlier one of a round is to begin it anew.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -54,24 +54,28 @@ class Turns:
         numbers = [int(share * scale) for share in shares]
         self._weights = [number // gcd(*numbers) for number in numbers]
         self._period = sum(self._weights)
-        self._counts = [0] * len(weights)
-        self._order: list[tuple[int, int]] = []
+        self._restart()
 
     def __getitem__(self, place: int) -> tuple[int, int]:
         """(number of the source, how often it had its turn before)."""
         rounds, place = divmod(place, self._period)
-        while len(self._order) <= place:
-            self._add_next()
-        number, before = self._order[place]
-        return number, rounds * self._weights[number] + before
+        if place < self._done - 1:
+            self._restart()
+        while self._done <= place:
+            self._go_on()
+        number = self._last
+        return number, rounds * self._weights[number] + self._counts[number] - 1
 
-    def _add_next(self) -> None:
-        done = len(self._order) + 1
+    def _restart(self) -> None:
+        self._counts = [0] * len(self._weights)
+        self._done = self._last = 0
+
+    def _go_on(self) -> None:
+        self._done += 1
         waiting = [
             (-(-(count + 1) * self._period // weight), number)
             for number, (count, weight) in enumerate(zip(self._counts, self._weights, strict=True))
-            if count * self._period < weight * done
+            if count * self._period < weight * self._done
         ]
-        _, number = min(waiting)
-        self._order.append((number, self._counts[number]))
-        self._counts[number] += 1
+        _, self._last = min(waiting)
+        self._counts[self._last] += 1

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, Stopped
 from rlhf.data.files import (
     KNOWN_SUFFIXES,
     Row,
@@ -242,7 +242,7 @@ def _function_rows(source: Source) -> Iterator[tuple[int, Row]]:
             raise DataError(f"{source.path}: it returned {found}; return a list of rows, or yield them")
         for number, row in enumerate(rows, 1):
             yield number, as_row(row)
-    except DataError:
+    except (DataError, Stopped):
         raise
     except (Exception, SystemExit) as error:  # whatever a user's function does
         raise DataError(f"{source.path} row {number + 1}: it raised {type(error).__name__}: {error}") from error

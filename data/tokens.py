@@ -7,6 +7,7 @@ Text stays text: a special token that rows spell out ("<|endoftext|>") becomes t
 chat template, and this file where an answer or document ends, write special tokens.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,6 +19,9 @@ from rlhf.data.errors import DataError
 from rlhf.data.messages import Messages, prompt_text
 
 Tokenizer = Any  # a Hugging Face tokenizer; importing transformers for the type's sake would take seconds
+
+_LONG = 1_000_000  # characters
+_LINE_END = re.compile(r"(?<=\S)\n(?=\w)")
 
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 
@@ -83,10 +87,33 @@ def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_le
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
-    """The ids of each document, eos at their end: joined they are a stream that is ready to be cut into blocks."""
+    """The ids of each document, eos at their end: joined they are a stream that is ready to be cut into blocks.
+
+    A long document is encoded line by line, some megabyte at a time, where lines are nothing to the tokenizer: encoding
+    takes a hundred times the memory of the text.
+    """
+    apart = _text_ids(tokenizer, "one\ntwo") == _text_ids(tokenizer, "one\n") + _text_ids(tokenizer, "two")
     for some in _batches(texts):
-        for ids in _text_ids(tokenizer, some):
+        if apart and len(some[-1]) > _LONG:
+            long = some.pop()
+            pieces = _lines(long)
+        else:
+            pieces = iter(())
+        for ids in _text_ids(tokenizer, some) if some else []:
             yield [*ids, tokenizer.eos_token_id]
+        if ids := [number for piece in pieces for number in _text_ids(tokenizer, piece)]:
+            yield [*ids, tokenizer.eos_token_id]
+
+
+def _lines(text: str) -> Iterator[str]:
+    """A text in pieces of about `_LONG` characters; each ends with a line that a letter or digit comes after."""
+    start = 0
+    while start < len(text):
+        end = start + _LONG
+        found = _LINE_END.search(text, end) if end < len(text) else None
+        end = found.end() if found else len(text)
+        yield text[start:end]
+        start = end
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -96,7 +123,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     for text in texts:
         batch.append(text)
         length += len(text)
-        if len(batch) == 1000 or length > 1_000_000:
+        if len(batch) == 1000 or length > _LONG:
             yield batch
             batch, length = [], 0
     if batch:

@@ -1,6 +1,5 @@
 """The command line: `rlhf run demo`. A command imports what it needs when it runs: --help stays quick."""
 
-import io
 import os
 import sys
 import traceback
@@ -11,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.pipeline import streams
 from rlhf.pipeline.data_cli import data_app
 from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
 from rlhf.pipeline.tables import show_table
+from rlhf.stages.secrets import mask
+from rlhf.stages.signals import exit_on_signal, handled
 
 if TYPE_CHECKING:
     from rlhf.pipeline.plan import Scope
@@ -54,6 +56,13 @@ StageRunDirOption = Annotated[
     Path, typer.Option("--run-dir", help="Folder for the result; finished stages in it give the inputs.")
 ]
 StageForceOption = Annotated[bool, typer.Option("--force", help="Run anew beside an earlier result.")]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="First hash every file of what is reused or started from; else models have their sizes compared.",
+    ),
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -79,6 +88,7 @@ def run(
     from_: FromOption = None,
     to: ToOption = None,
     force: ForceOption = None,
+    verify: VerifyOption = False,
 ) -> None:
     """Run a recipe.
 
@@ -86,7 +96,7 @@ def run(
     """
     from rlhf.pipeline.plan import Scope
 
-    _run(recipe, overrides, run_dir, Scope(from_, to, frozenset(force or ())))
+    _run(recipe, overrides, run_dir, Scope(from_, to, frozenset(force or ())), verify)
 
 
 @app.command()
@@ -159,10 +169,11 @@ def _stage_command(stage: str, summary: str) -> None:
         run_dir: StageRunDirOption,
         overrides: Overrides = None,
         force: StageForceOption = False,
+        verify: VerifyOption = False,
     ) -> None:
         from rlhf.pipeline.plan import Scope
 
-        _run(recipe, overrides, run_dir, Scope(stage, stage, frozenset([stage] if force else ())))
+        _run(recipe, overrides, run_dir, Scope(stage, stage, frozenset([stage] if force else ())), verify)
 
     app.command(stage, help=f"{summary}\n\nThe models it starts from may be any Hugging Face folder or hub id.")(
         command
@@ -228,6 +239,39 @@ def report(run_dir: RunArgument) -> None:
     print(render(run_dir))
 
 
+@app.command("verify")
+def _verify(run_dir: RunArgument, as_json: JsonOption = False) -> None:
+    """Hash every file of a run's finished stages and checkpoints.
+
+    Names what is missing, changed or came later, each with the cure. Exit code 0 if all is as it was sealed and saved,
+    1 if not, 2 if RUN is no run folder. Nothing is changed.
+    """
+    from rlhf.pipeline import verify
+
+    found = verify.verify(run_dir)
+    for line in [verify.as_json(found)] if as_json else verify.lines(found):
+        print(line)
+    if found.damage:
+        raise RunFailed(f"{run_dir}: {len(found.damage)} things are not as they were, named above")
+
+
+@app.command("clean")
+def _clean(
+    run_dir: RunArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete finished and unfinished stages too.")] = False,
+) -> None:
+    """Delete what nothing in a run leads to any more, after it was listed with sizes and reasons.
+
+    Without --yes only what is of no use to anybody goes: files that a kill left half written, and checkpoints of
+    finished stages. With --yes also stages that took training to make: finished ones that summary.json does not name
+    (nor sweep.json, nor a stage that stays), and unfinished ones that recipe.yaml does not lead to. What somebody else
+    put into the folder always stays. Refused while a run works there.
+    """
+    from rlhf.pipeline.clean import clean
+
+    clean(run_dir, yes)
+
+
 @app.command()
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or hub id.")],
@@ -246,7 +290,7 @@ def chat(
     _become("rlhf.stages.chat", [model, *options])
 
 
-def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: "Scope") -> None:
+def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: "Scope", verify: bool = False) -> None:
     from dataclasses import asdict
 
     from rlhf.pipeline.recipe import load_recipe
@@ -255,7 +299,7 @@ def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: 
     folder = run_dir or _default_run_dir(recipe)
     source = Path(recipe) if Path(recipe).is_file() else None
     loaded = load_recipe(recipe, overrides or ())
-    entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source)
+    entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source, verify)
     _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
     print(f"report: {folder / 'report.html'}")
 
@@ -301,21 +345,22 @@ def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 refused, 130/143 stopped by a signal."""
+    if arguments is None:
+        streams.prepare()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in words:
         os.environ[DEBUG] = "1"
     words = [word for word in words if word != "--debug"]
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a sign of somebody's data
-            stream.reconfigure(errors="backslashreplace")
+    streams.show_all_signs()
     try:
-        app(words)
+        with handled(exit_on_signal):
+            app(words)
     except RunStopped as stop:
         print(stop, file=sys.stderr)
         raise
     except SystemExit as stop:
         if stop.code in (130, 143):
-            print("stopped; run again to resume", file=sys.stderr)
+            print("stopped; run again to go on", file=sys.stderr)
         raise
     except RefusedError as error:
         _show(error, str(error))
@@ -330,5 +375,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _show(error: Exception, message: str) -> None:
     if os.environ.get(DEBUG):
-        traceback.print_exception(error)
-    print(f"error: {message}", file=sys.stderr)
+        print(mask("".join(traceback.format_exception(error))), file=sys.stderr)
+    print(mask(f"error: {message}"), file=sys.stderr)

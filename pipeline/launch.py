@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import secrets
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -18,34 +19,20 @@ from types import FrameType
 
 from omegaconf import OmegaConf
 
-from rlhf.data.errors import RefusedError
+from rlhf.data.errors import RefusedError, Stopped
+from rlhf.pipeline import processes
 from rlhf.pipeline.errors import DEBUG, RunFailed
+from rlhf.pipeline.processes import MARK, is_left, signal_all, signal_group
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.summary import stage_status
+from rlhf.stages import stopping
 from rlhf.stages.artifact import replace_text
+from rlhf.stages.secrets import mask
+from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code, handled, is_echo
 
 ERROR_LOG = "error.log"
 """In a stage's folder: the traceback of a failure, or what its processes last said."""
-SECONDS_TO_SAVE = 300
-"""How long a stage may take to save its state after a signal."""
 DEVICES = Path("/dev")
-
-# Ends a stage whose rlhf process died, even of kill -9: the pipe on stdin closes then. It holds the lock of
-# the run folder until the stage is gone, so that a new run waits for the last checkpoint to be written.
-_WATCHER = """
-import os, signal, sys, time
-group, seconds = int(sys.argv[1]), float(sys.argv[2])
-sys.stdin.read()
-try:
-    os.killpg(group, signal.SIGTERM)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        os.killpg(group, 0)
-        time.sleep(0.1)
-    os.killpg(group, signal.SIGKILL)
-except ProcessLookupError:
-    pass
-"""
 
 
 def visible_gpus() -> int:
@@ -79,8 +66,8 @@ def run_stage(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
 def command(stage: str, folder: Path, recipe: Recipe) -> tuple[list[str], dict[str, str]]:
     """What a person would type to run the stage by hand, and what to add to the environment."""
     words = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-    # Workers in sessions of their own get the signal from their launcher, which else kills them after 30 s.
-    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SECONDS_TO_SAVE)}
+    # Workers in sessions of their own get the signal from their launcher, which kills them when this is over.
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(_seconds_to_stop(stage, recipe)))}
     if recipe.accelerate_config:
         words += ["--config_file", recipe.accelerate_config]
         if recipe.num_processes:
@@ -111,52 +98,60 @@ def _port_is_free_to_choose(accelerate_config: str | None) -> bool:
 
 def _run_here(stage: str, folder: Path) -> None:
     try:
-        with handle_signals():
+        with handled():
             importlib.import_module(f"rlhf.stages.{stage}.train").train(folder)
     except Exception as error:
         refused = isinstance(error, RefusedError)
-        told = stage_status(folder) | {"state": "refused" if refused else "failed", "message": str(error)}
+        told = stage_status(folder) | {"state": "refused" if refused else "failed", "message": mask(str(error))}
         replace_text(folder / "status.json", json.dumps(told))
         if not refused:
-            replace_text(folder / ERROR_LOG, traceback.format_exc())
+            replace_text(folder / ERROR_LOG, mask(traceback.format_exc()))
         raise
+    finally:
+        stopping.close()
 
 
 def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
     words, environment = command(stage, folder, recipe)
-    mark = environment["RLHF_RUN"] = secrets.token_hex(8)  # also tells the stage that its errors are shown here
+    mark = environment[MARK] = secrets.token_hex(8)  # also tells the stage that its errors are shown here
+    seconds = _seconds_to_stop(stage, recipe)
     received: list[int] = []
     groups: list[int] = []
+    until = math.inf
 
     def forward(number: int, _frame: FrameType | None) -> None:
+        nonlocal until
+        if is_echo():
+            return
         received.append(number)
+        until = monotonic() + (seconds if len(received) == 1 else 0.0)  # a second one ends all at once
         for group in groups:
-            _signal_group(group, number)
+            signal_group(group, _known_to_launchers(number))
 
     # The launcher wraps every error and signal in a traceback of its own: kept back, unless asked for.
-    with tempfile.TemporaryFile() as errors, handle_signals(forward):
+    with tempfile.TemporaryFile() as errors, handled(forward):
         stderr = None if os.environ.get(DEBUG) else errors
         process = subprocess.Popen(words, env=os.environ | environment, start_new_session=True, stderr=stderr)
         groups.append(process.pid)
         if received:  # while it was started
-            _signal_group(process.pid, received[-1])
-        with _watched(process.pid, lock):
-            code = process.wait()
+            signal_group(process.pid, _known_to_launchers(received[-1]))
+        with _watched(mark, process.pid, lock, seconds):
             # The launcher of one process dies of the signal at once, its child saves first.
-            until = monotonic() + SECONDS_TO_SAVE
-            while received and stage_status(folder).get("state") == "running" and monotonic() < until:
-                if not _signal_group(process.pid, 0):
+            while process.poll() is None or (received and is_left(mark, process.pid)):
+                if monotonic() > until:
                     break
                 sleep(0.1)
-            _signal_group(process.pid, signal.SIGKILL)
-            _kill_marked(mark)
+            signal_all(mark, process.pid, signal.SIGKILL)
+            code = process.wait()
         told = stage_status(folder)
         state, message = told.get("state"), told.get("message") or ""
         errors.seek(0)
-        said = errors.read().decode(errors="replace")
+        said = mask(errors.read().decode(errors="replace"))
         if state == "done" and not received:
             sys.stderr.write(said)  # warnings
-        elif said and state not in ("done", "refused", "stopped") and not (folder / ERROR_LOG).exists():
+        elif (
+            said and not received and state not in ("done", "refused", "stopped") and not (folder / ERROR_LOG).exists()
+        ):
             replace_text(folder / ERROR_LOG, said)
     # The status file decides, not the code: with several processes the launcher always returns 1.
     if state == "refused":
@@ -164,24 +159,26 @@ def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
     if state == "failed":
         raise RunFailed(message)
     if state == "stopped" or received:  # even if it is done: the run must not start another stage
-        raise SystemExit(128 + (received[-1] if received else signal.SIGTERM))
+        raise Stopped(exit_code(received[0]) if received else told.get("code") or exit_code(signal.SIGTERM))
     if state != "done":
         raise RunFailed(f"its process ended with code {code} and left no message; out of memory, or killed?")
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill what is left of a stage: workers are in sessions of their own, and their launcher may have been killed."""
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"RLHF_RUN={mark}".encode() in environ.read_bytes():
-                os.kill(int(environ.parent.name), signal.SIGKILL)
-        except OSError:  # gone meanwhile, or another user's
-            continue
+def _seconds_to_stop(stage: str, recipe: Recipe) -> float:
+    """How long after a signal the processes of a stage may take to be gone."""
+    settings = recipe.section(stage)
+    assert settings is not None
+    return settings.stop_within + SECONDS_TO_REPORT
+
+
+def _known_to_launchers(number: int) -> int:
+    """torch's passes SIGTERM and SIGINT on, and dies of SIGUSR1."""
+    return signal.SIGTERM if number == signal.SIGUSR1 else number
 
 
 @contextmanager
-def _watched(group: int, lock: int) -> Iterator[None]:
-    words = [sys.executable, "-c", _WATCHER, str(group), str(SECONDS_TO_SAVE)]
+def _watched(mark: str, group: int, lock: int, seconds: float) -> Iterator[None]:
+    words = [sys.executable, "-I", processes.__file__, mark, str(group), str(seconds)]
     watcher = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, pass_fds=(lock,))
     try:
         yield
@@ -190,26 +187,3 @@ def _watched(group: int, lock: int) -> Iterator[None]:
         watcher.wait()
         assert watcher.stdin is not None
         watcher.stdin.close()
-
-
-@contextmanager
-def handle_signals(handler: Callable[[int, FrameType | None], None] | None = None) -> Iterator[None]:
-    """Have SIGINT and SIGTERM handled by `handler`; afterwards as before, whatever was set meanwhile."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if handler is not None:
-            for number in before:
-                signal.signal(number, handler)
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-def _signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group; False if it is gone."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True

@@ -1,17 +1,16 @@
 """What a run would do with each stage, and why: no folder, run; no manifest in it, resume; sealed, reuse."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf.data import sources
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.summary import stage_status
-from rlhf.stages.artifact import STAGES, Artifact, Identity, identify, input_digest
+from rlhf.stages.artifact import STAGES, Artifact, Identity, data_digests, identify, input_digest
+from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.settings import StageSettings, nearest
 
 UPSTREAM = {
@@ -21,9 +20,6 @@ UPSTREAM = {
     ("ppo", "reward_model"): "reward",
 }
 """Which stage fills in a model that the recipe leaves empty."""
-
-_LAST_WRITTEN = {("step", "state.json"), ("checkpoint", "trainer_state.json")}
-"""How the folder of a checkpoint begins, and the file that completes it."""
 
 Made = Mapping[str, Path | None]
 """Stages with a result: its sealed folder, or None where the result is still to be made."""
@@ -155,10 +151,7 @@ def _find_inputs(settings: StageSettings) -> None:
     for name, model in settings.inputs().items():
         if model is not None:
             input_digest(name, model, settings.stage)
-    for source in settings.sources().values():
-        sources.digest(source)
-    for reference in settings.code().values():
-        sources.load_function(reference)
+    data_digests(settings)
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -234,26 +227,13 @@ def _choose_attempt(settings: StageSettings, run_dir: Path, force: bool = False)
 
 def _how_far(folder: Path) -> str:
     """Where an unfinished stage will go on, from its newest complete checkpoint."""
-    step = newest_checkpoint(folder)
-    if step is None:
-        return "interrupted before its first checkpoint; starts over"
+    passed_over: list[str] = []
+    checkpoint = newest_checkpoint(folder, passed_over=passed_over.append)
+    told = "".join(f"; {text}" for text in passed_over)
+    if checkpoint is None:
+        return f"interrupted{told or ' before its first checkpoint'}; starts over"
     steps = stage_status(folder).get("steps")
-    return f"interrupted; goes on from step {step}" + (f" of {steps}" if steps else "")
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """The step of the newest checkpoint that was written to its end."""
-    found = []
-    for path in (folder / "checkpoints").glob("*-*/*state.json"):
-        if (path.parent.name.partition("-")[0], path.name) not in _LAST_WRITTEN:
-            continue
-        try:
-            sizes = json.loads(path.read_text(encoding="utf-8")).get("files", {})  # the trainer's lists none
-            if all((path.parent / name).stat().st_size == size for name, size in sizes.items()):
-                found.append(int(path.parent.name.rpartition("-")[2]))
-        except (OSError, ValueError, AttributeError):
-            continue
-    return max(found, default=None)
+    return f"interrupted{told}; goes on from step {checkpoint.step}" + (f" of {steps}" if steps else "")
 
 
 def _why_new(identity: Identity, run_dir: Path) -> str:

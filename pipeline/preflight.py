@@ -14,9 +14,9 @@ from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.sources import Source
 from rlhf.data.split import train_and_eval
 from rlhf.pipeline.launch import visible_gpus
-from rlhf.pipeline.plan import Step, refuse_missing_files
+from rlhf.pipeline.plan import Step
 from rlhf.pipeline.recipe import Recipe, to_yaml
-from rlhf.stages.artifact import Artifact, file_digest, model_digest
+from rlhf.stages.artifact import Artifact, model_digest, refuse_damaged_model
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
@@ -48,8 +48,11 @@ def refuse_foreign_files(run_dir: Path, recipe: Recipe, source: Path | None) -> 
             raise SettingsError(f"{path}: is not of a run of ours and would be lost; choose another --run-dir")
 
 
-def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say) -> None:
-    """Read all rows, and look at all models that are there, of the stages that will run."""
+def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say, verify: bool = False) -> None:
+    """Read all rows, and look at all models that are there, of the stages that will run.
+
+    With `verify` every file of what is reused or started from is hashed; without, models have their sizes compared.
+    """
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         raise SettingsError(f"--run-dir {run_dir}: {there} is not writable; choose another")
@@ -71,9 +74,12 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say)
             _refuse_bad_rows(settings, say)
         if text is not None:
             read.append(text)
+    reused = {step.folder.absolute() for step in steps if verify and step.action == "reuse" and step.folder}
+    for folder in sorted(reused):
+        Artifact(folder).refuse_damage(hashes=True)
     models = {Path(model) for settings in to_run for model in settings.inputs().values() if model is not None}
-    for model in sorted(models):
-        _refuse_changed(model)
+    for model in sorted(model for model in models if model.parent not in reused):
+        refuse_damaged_model(model, verify)
 
 
 def num_processes(recipe: Recipe) -> int:
@@ -167,17 +173,3 @@ def _key(row: Any) -> str:
     if isinstance(row, str):
         return row
     return rows.prompt_key(row.messages if isinstance(row, rows.Prompt) else row.prompt)
-
-
-def _refuse_changed(model: Path) -> None:
-    """Compare a sealed model with its manifest: what is built on it would bear a key that is not true."""
-    artifact = Artifact(model.parent)
-    if model.name != "model" or not model.is_dir() or not artifact.sealed:
-        return
-    refuse_missing_files(artifact)
-    for name, digest in artifact.manifest["files"].items():
-        if name.startswith("model/") and file_digest(artifact.folder / name) != digest:
-            raise SettingsError(
-                f"{artifact.folder.name}: {name} was changed since it was sealed; restore it, "
-                "or delete the folder to make it anew"
-            )

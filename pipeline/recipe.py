@@ -30,6 +30,8 @@ class Shared(Settings):
     """Share of the prompts (documents, for text) held out for evaluation."""
     judge: str | None = None
     """module:function (prompts, responses) -> true qualities, for the stages that take a judge."""
+    stop_within: float = Field(30.0, gt=0)
+    """Seconds after a signal until a stage is gone."""
 
 
 class Recipe(Shared):
@@ -156,10 +158,14 @@ def read_yaml(name: str, shipped: Mapping[str, Traversable], kind: str) -> Any:
         text = shipped[name].read_text(encoding="utf-8")
     try:
         return OmegaConf.create(text)
-    except YAMLError as error:
-        raise SettingsError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except OmegaConfBaseException as error:
         raise SettingsError(f"{name}: {first_line(error)}") from None
+    except (YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
+        raise SettingsError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except AssertionError:  # what OmegaConf makes of a lone number
+        raise SettingsError(f"{name}: not a {kind}; it holds one value alone") from None
+    except RecursionError:
+        raise SettingsError(f"{name}: nested too deeply for a {kind}") from None
 
 
 def resolved(config: Any, name: str) -> Any:
@@ -168,6 +174,8 @@ def resolved(config: Any, name: str) -> Any:
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise SettingsError(f"{name}: {error.full_key}: {first_line(error)}") from None
+    except RecursionError:
+        raise SettingsError(f"{name}: nested too deeply") from None
 
 
 def _override(config: Any, override: str) -> None:
@@ -183,7 +191,7 @@ def _override(config: Any, override: str) -> None:
         # Parsed exactly like a value in the file: numbers, lists, null, ${…}.
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
         OmegaConf.update(config, key.strip(), value, force_add=True)
-    except (OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, RecursionError) as error:
         raise SettingsError(f"override '{override}': {first_line(error)}") from None
 
 

@@ -1,48 +1,56 @@
 """The run: check everything, then stage by stage plan, train, and write down how far it is."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline import gates
+from rlhf.pipeline.clean import Item, delete, run_temporaries
 from rlhf.pipeline.errors import RunFailed, RunStopped
-from rlhf.pipeline.launch import ERROR_LOG, handle_signals, run_stage
-from rlhf.pipeline.plan import Scope, Step, make_plan, newest_checkpoint, plan_stage
+from rlhf.pipeline.launch import ERROR_LOG, run_stage
+from rlhf.pipeline.lock import LOCK, held
+from rlhf.pipeline.plan import Scope, Step, make_plan, plan_stage
 from rlhf.pipeline.preflight import Say, refuse_bad_input, refuse_foreign_files
 from rlhf.pipeline.recipe import Recipe, to_yaml
 from rlhf.pipeline.summary import (
     Entry,
     duration,
     headline,
-    held,
     read_summary,
     stage_status,
     write_summary,
 )
 from rlhf.stages.artifact import Artifact, replace_text, write_settings
+from rlhf.stages.checkpoints import newest_checkpoint
+from rlhf.stages.secrets import mask
+from rlhf.stages.signals import exit_on_signal, handled
 
-SECONDS_FOR_ANOTHER = 30.0
+SECONDS_FOR_ANOTHER = 40.0
 """Patience with another run in the folder: the stage of a run that was killed may still be saving."""
 
 
 def run(
-    recipe: Recipe, run_dir: Path, scope: Scope | None = None, say: Say = print, source: Path | None = None
+    recipe: Recipe,
+    run_dir: Path,
+    scope: Scope | None = None,
+    say: Say = print,
+    source: Path | None = None,
+    verify: bool = False,
 ) -> dict[str, Entry]:
     """Run what the plan says, reuse the rest; returns the entries of summary.json.
 
-    `source` is the file that the recipe was read from; it is never written over.
+    `source` is the file that the recipe was read from; it is never written over. With `verify` the files of what is
+    reused or started from are hashed first.
     Raises RefusedError before anything is trained or written, RunFailed when a stage breaks or the reward model
     fails a gate, and RunStopped (a SystemExit) after a signal; in the last two cases running again resumes.
     """
     scope = scope or Scope()
-    with checked([recipe], run_dir, scope, say, source) as (lock, [steps]):
+    with checked([recipe], run_dir, scope, say, source, verify) as (lock, [steps]):
         entries, changed, failed = run_steps(steps, recipe, run_dir, scope, lock, say)
-        if changed or not (run_dir / "report.html").is_file():
+        if changed or _report_is_old(run_dir):
             render_report(run_dir)
     if failed:
         raise RunFailed(gates.refusal(failed, str(run_dir / "report.html")))
@@ -51,7 +59,7 @@ def run(
 
 @contextmanager
 def checked(
-    recipes: Sequence[Recipe], run_dir: Path, scope: Scope, say: Say, source: Path | None
+    recipes: Sequence[Recipe], run_dir: Path, scope: Scope, say: Say, source: Path | None, verify: bool = False
 ) -> Iterator[tuple[int, list[list[Step]]]]:
     """Have the run folder to ourselves, with everything checked that can be: the lock, and each recipe's plan."""
 
@@ -62,15 +70,17 @@ def checked(
         return plans
 
     with ExitStack() as stack:
+        stack.enter_context(handled(exit_on_signal))
         lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say)) if run_dir.is_dir() else None
         plans = plan()
-        refuse_bad_input([step for steps in plans for step in steps], recipes[0], run_dir, say)
+        refuse_bad_input([step for steps in plans for step in steps], recipes[0], run_dir, say, verify)
         if lock is None:  # only now: a refused run leaves no folder behind
             _create(run_dir)
             lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say))
-            if any(run_dir.iterdir()):  # another run was here first
+            if any(path.name != LOCK for path in run_dir.iterdir()):  # another run was here first
                 plans = plan()
-        stack.enter_context(handle_signals(_exit_on_signal))
+        for path in run_temporaries(run_dir):  # of a run that was killed; nobody else writes here now
+            delete(Item(path, "", is_work=False))
         yield lock, plans
 
 
@@ -138,11 +148,11 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
             raise RunStopped(f"{stage}: done; stopped after it; run again to go on", int(code)) from None
         ended("stopped")
         told = stage_status(folder)
-        where = f" at step {told['step']} of {told['steps']}" if told.get("state") == "stopped" else ""
+        where = f" at step {told['step']} of {told['steps']}" if told.get("state") == "stopped" and told["step"] else ""
         raise RunStopped(f"{stage}: stopped{where}; {_how_to_go_on(folder, 'run again')}", int(code)) from None
     except Exception as error:
         ended("failed")
-        message = str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}"
+        message = mask(str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}")
         raise RunFailed(f"{stage}: {message}; {_how_to_go_on(folder)}") from error
     taken = ended("done")
     entries[stage] = _finished(step, recipe, run_dir, entries[stage])
@@ -157,10 +167,10 @@ def _describe(step: Step) -> str:
 
 def _how_to_go_on(folder: Path, cure: str = "correct it and run again") -> str:
     log = f" (traceback in {folder / ERROR_LOG})" if (folder / ERROR_LOG).exists() else ""
-    step = newest_checkpoint(folder)
-    if step is None:
+    checkpoint = newest_checkpoint(folder)
+    if checkpoint is None:
         return f"no checkpoint yet{log}; {cure}"
-    return f"state is kept in {folder}{log}; {cure}: it goes on from step {step}"
+    return f"state is kept in {folder}{log}; {cure}: it goes on from step {checkpoint.step}"
 
 
 def _first_entries(steps: list[Step], recipe: Recipe, run_dir: Path) -> dict[str, Entry]:
@@ -206,6 +216,12 @@ def write_recipe(run_dir: Path, recipe: Recipe) -> None:
         replace_text(path, text)
 
 
+def _report_is_old(run_dir: Path) -> bool:
+    """Whether report.html is of before the last change, as after a signal while it was drawn."""
+    report = run_dir / "report.html"
+    return not report.is_file() or report.stat().st_mtime_ns < (run_dir / "summary.json").stat().st_mtime_ns
+
+
 def render_report(run_dir: Path) -> None:
     """Write report.html; RunFailed if that breaks."""
     from rlhf.pipeline import report  # matplotlib takes its time
@@ -216,7 +232,3 @@ def render_report(run_dir: Path) -> None:
         raise RunFailed(
             f"report: {type(error).__name__}: {error}; the stages are finished, `rlhf report {run_dir}` tries again"
         ) from error
-
-
-def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)

@@ -36,6 +36,7 @@ class PowerLaw:
 class Evaluation:
     """A held-out loss in the middle of training."""
 
+    variant: str
     num_parameters: int
     num_tokens: int
     """Seen in training so far."""
@@ -68,9 +69,13 @@ def by_parameters(sizes: Iterable[Point]) -> list[Point]:
     return best
 
 
-def by_tokens(evaluations: Iterable[Evaluation], num_parameters: float) -> list[Point]:
-    """Loss over the tokens seen, of the variant with so many parameters."""
-    return sorted((e.num_tokens, e.loss) for e in evaluations if e.num_parameters == num_parameters)
+def by_tokens(evaluations: Sequence[Evaluation], num_parameters: float) -> list[Point]:
+    """Loss over the tokens seen, up to the lowest, of the variant with so many parameters that came lowest."""
+    best = min((e for e in evaluations if e.num_parameters == num_parameters), key=lambda e: e.loss, default=None)
+    if best is None:
+        return []
+    its = (e for e in evaluations if e.variant == best.variant and e.num_tokens <= best.num_tokens)
+    return sorted((e.num_tokens, e.loss) for e in its)
 
 
 def frontier(evaluations: Iterable[Evaluation]) -> list[Point]:

@@ -1,16 +1,12 @@
-"""summary.json: how far a run is; who is at work in its folder; and both as people read it."""
+"""summary.json: how far a run is, and that as people read it."""
 
-import fcntl
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 from rlhf.data.errors import SettingsError
+from rlhf.pipeline.lock import in_use
 from rlhf.stages.artifact import STAGES, replace_text
 
 HEADLINES = {
@@ -78,6 +74,8 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
             stages[stage]["status"] = "interrupted"
         if entry.folder and entry.status != "done":
             told = stage_status(run_dir / entry.folder)
+            if stages[stage]["status"] == "interrupted" and told.get("state") == "stopped":
+                stages[stage]["status"] = "stopped"  # the stage ended the process that it shared with the run
             stages[stage] |= {name: told.get(name) for name in ("step", "steps", "message")}
     return stages
 
@@ -106,47 +104,3 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, left = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{left:02d}" if minutes >= 60 else f"{minutes}:{left:02d} min"
-
-
-@contextmanager
-def held(run_dir: Path, patience: float, say: Callable[[str], None] = print) -> Iterator[int]:
-    """Have the run folder to ourselves, as two runs must never write into one stage. Yields the lock.
-
-    The system drops the lock when its last holder dies, however it dies. Waits `patience` seconds: the stage
-    of a run that was killed may still be saving.
-    """
-    descriptor = os.open(run_dir, os.O_RDONLY)
-    until = monotonic() + patience
-    try:
-        free = _locked(descriptor)
-        if not free and patience > 0:
-            say(f"another run is working here ({run_dir}); waiting up to {patience:g} s")
-        while not free:
-            if monotonic() > until:
-                raise SettingsError(
-                    f"{run_dir}: another rlhf run is working here; wait for it, stop it, or choose another --run-dir"
-                )
-            sleep(0.2)
-            free = _locked(descriptor)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def in_use(run_dir: Path) -> bool:
-    """Whether a run is working in this folder now."""
-    descriptor = os.open(run_dir, os.O_RDONLY)
-    try:
-        return not _locked(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks (some network mounts): go on without
-        return True
-    return True

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.preflight import Say
@@ -95,7 +95,7 @@ def run_sweep(
             entries = {"pretrain": Entry("failed", folder=step.folder.name)}
             try:
                 entries = run_steps(steps, variant.recipe, run_dir, scope, lock, _say_nothing)[0]
-            except RunFailed as failure:
+            except (RunFailed, RefusedError) as failure:
                 error = str(failure)
             entry = entries["pretrain"]
             if entry.seconds is None:
@@ -200,7 +200,7 @@ def _scaling(run_dir: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | 
         return None
     sizes = [(float(row["num_non_embedding_parameters"]), float(row["val_loss"])) for row in counted]
     evaluations = [
-        Evaluation(row["num_non_embedding_parameters"], num_tokens, loss)
+        Evaluation(row["name"], row["num_non_embedding_parameters"], num_tokens, loss)
         for row in counted
         for num_tokens, loss in _evaluations(Artifact(run_dir / row["folder"]))
     ]

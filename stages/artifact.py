@@ -1,12 +1,17 @@
 """The folder a stage leaves behind: what it was made from, its key, and the manifest that seals it. No torch."""
 
+import errno
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
 import platform
+import re
+import shutil
 import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +30,19 @@ AnyStage = TypeVar("AnyStage", bound=StageSettings)
 STAGES = ("pretrain", "sft", "reward", "ppo")
 TRACKER_FOLDER = "logs"
 """What trackers write of a stage lies there: not part of the result, so it may be deleted."""
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+RESULTS = (
+    "settings.yaml", "metrics.jsonl", "samples.jsonl", "corpus.json", "answers.jsonl", "card.json",
+    "worst_pairs.jsonl", "model", "critic", "ema",
+)  # fmt: skip
+"""What the result of a stage consists of: files, and folders with all that is in them. The manifest names these alone:
+what else lies in a stage's folder is somebody's, and neither sealed nor touched."""
+_OURS_WHOLE = ("checkpoints", "model", "critic", "ema")
+BESIDE = ("manifest.json", "status.json", "error.log", "checkpoints", TRACKER_FOLDER)
+"""What else a stage writes into its folder."""
+_OF_A_TOKENIZER = (
+    "tokenizer", "vocab", "merges", "spiece", "special_tokens_map", "added_tokens", "chat_template",
+)  # fmt: skip
+"""How the names of a tokenizer's files begin."""
 _EDGE = 1 << 20  # bytes hashed at either end of a large file of a model that has no manifest
 
 
@@ -63,10 +80,22 @@ def identify(settings: StageSettings) -> Identity:
                 f"{settings.stage}.{name}: not set; name a model folder or hub id, or run the stage before it"
             )
         inputs[name] = input_digest(name, reference, settings.stage)
-    data = {name: sources.digest(source) for name, source in settings.sources().items()}
-    data |= {name: code_digest(reference) for name, reference in settings.code().items()}
-    kept = settings.result_settings()
-    return Identity(settings.stage, inputs, data, kept)
+    return Identity(settings.stage, inputs, data_digests(settings), settings.result_settings())
+
+
+def data_digests(settings: StageSettings) -> dict[str, str]:
+    """Digest of each source of rows and of each judge's or reward's code; an error says whose."""
+    parts: list[tuple[str, Any, Callable[[Any], str]]] = [
+        (name, source, sources.digest) for name, source in settings.sources().items()
+    ]
+    parts += [(name, reference, code_digest) for name, reference in settings.code().items()]
+    found = {}
+    for name, part, digest in parts:
+        try:
+            found[name] = digest(part)
+        except RefusedError as error:
+            raise type(error)(f"{settings.stage}.{name}: {error}") from None
+    return found
 
 
 class Artifact:
@@ -100,6 +129,28 @@ class Artifact:
     def model(self) -> Path:
         return self.folder / "model"
 
+    def damage(self, hashes: bool, below: str = "") -> dict[str, str]:
+        """Files of the manifest that are not as they were sealed, each with what is wrong; those that begin with
+        `below`. Sizes are compared always, what the files hold with `hashes`."""
+        manifest, found = self.manifest, {}
+        sizes = manifest.get("sizes", {})
+        for name, digest in manifest["files"].items():
+            path = self.folder / name
+            if not name.startswith(below):
+                continue
+            if not path.is_file():
+                found[name] = "is missing since it was sealed"
+            elif name in sizes and path.stat().st_size != sizes[name]:
+                found[name] = f"was changed since it was sealed: {path.stat().st_size} bytes, not {sizes[name]}"
+            elif hashes and file_digest(path) != digest:
+                found[name] = "was changed since it was sealed"
+        return found
+
+    def refuse_damage(self, hashes: bool, below: str = "") -> None:
+        """Raise SettingsError with the first file that `damage` finds, and the cure."""
+        for name, what in self.damage(hashes, below).items():
+            raise SettingsError(f"{self.folder.name}: {name} {what}; restore it, or delete the folder to make it anew")
+
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl."""
@@ -116,6 +167,14 @@ class Artifact:
             return []
         lines = path.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one short
+
+
+def refuse_damaged_model(model: Path, hashes: bool = False) -> None:
+    """Refuse a model that a stage sealed and that is not what it was: what is built on it would bear a key that is not
+    true. Sizes are compared always, what the files hold with `hashes`. Other models are taken as they are."""
+    artifact = Artifact(model.parent)
+    if model.name == "model" and model.is_dir() and artifact.sealed:
+        artifact.refuse_damage(hashes, "model/")
 
 
 def input_digest(name: str, reference: str, stage: str) -> str:
@@ -146,12 +205,12 @@ def model_digest(reference: str, where: str) -> str:
 
 
 def tokenizer_digest(reference: str, where: str) -> str:
-    """Digest of a tokenizer: of its folder's files without weights, so that training does not change it, or hub id."""
+    """Digest of a tokenizer: of its own files, so that the model beside it does not change it; or hub id."""
     folder = Path(reference)
     if not folder.is_dir():
         return _hub_id(reference, where)
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix not in _WEIGHTS)
-    if not any(path.name.startswith(("tokenizer.", "vocab.")) or path.suffix == ".model" for path in files):
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name.startswith(_OF_A_TOKENIZER))
+    if not any(path.name.startswith(("tokenizer.", "vocab.", "spiece.")) for path in files):
         raise SettingsError(f"{where}: '{reference}' holds no tokenizer.json; it must be a saved tokenizer or model")
     total = hashlib.sha256()
     for path in files:
@@ -200,13 +259,12 @@ def seal(
 
     `hand_over` is what the next stage checks: tokenizer digest, vocabulary size, template, eos and pad ids.
     """
-    files = {
-        path.relative_to(folder).as_posix(): file_digest(path)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and not {"checkpoints", TRACKER_FOLDER} & set(path.relative_to(folder).parts)
-        and path.name != "status.json"
-    }
+    remove_temporaries(folder)
+    found = result_files(folder)
+    names = [path.relative_to(folder).as_posix() for path in found]
+    files = dict(zip(names, file_digests(found), strict=True))
+    sizes = dict(zip(names, (path.stat().st_size for path in found), strict=True))
+    sync({folder, *found, *(path.parent for path in found)})
     manifest = {
         "stage": identity.stage,
         "key": identity.key,
@@ -215,6 +273,7 @@ def seal(
         "settings": identity.settings,
         "hand_over": hand_over,
         "files": files,
+        "sizes": sizes,
         "made_with": {
             "versions": _versions(),
             "commit": _commit(),
@@ -226,16 +285,105 @@ def seal(
     replace_text(folder / "manifest.json", json.dumps(manifest, indent=1))
 
 
+def result_files(folder: Path) -> list[Path]:
+    """The files of a stage's result that are there, in order; links to folders are not followed."""
+    found = [path for name in RESULTS for path in [folder / name, *(folder / name).rglob("*")]]
+    return sorted(path for path in found if path.is_file())
+
+
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing: to a temporary name beside it, then os.replace."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Hashes of several files, a few at a time: hashing lets other threads run."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(file_digest, paths))
+
+
+def replace_text(path: Path, text: str, sync: bool = True) -> None:
+    """Write a whole file or nothing: to a temporary name beside it, then os.replace.
+
+    With `sync` that holds after a power cut too; without, it is for what is written often and means little then.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_path(path.parent)
+
+
+def copy_folder(source: Path, folder: Path) -> None:
+    """Copy a folder beside `folder`, then swap it in: nothing that an earlier attempt left there stays."""
+    writing = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    shutil.copytree(source, writing)
+    swap_folder(writing, folder)
+
+
+def swap_folder(writing: Path, folder: Path) -> None:
+    """Put a folder that was written aside in the place of `folder`, once all of it is on the disk itself."""
+    sync(tree(writing))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(writing, folder)
+    sync_path(folder.parent)
+
+
+def temporaries(folder: Path) -> list[Path]:
+    """What a write that did not come to its end left below a stage's folder."""
+    found = [
+        path
+        for path in folder.rglob(".*writing")
+        if path.relative_to(folder).parts[0] in _OURS_WHOLE or is_temporary(path, folder, (*RESULTS, *BESIDE))
+    ]
+    return [path for path in found if not any(parent in found for parent in path.parents)]
+
+
+def is_temporary(path: Path, folder: Path, names: Sequence[str]) -> bool:
+    """Whether it lies in `folder` and is called as `replace_text` and others call what becomes one of `names`."""
+    match = re.fullmatch(r"\.(.+?)(\.\d+)?\.writing", path.name)
+    return path.parent == folder and match is not None and match[1] in names
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Delete them; only a stage that nobody else is working on has any that are left over."""
+    for path in temporaries(folder):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def sync_path(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk itself, where a power cut does not reach them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """The same for many, several at a time: the disk then waits for all of them together."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync_path, paths))
+
+
+def tree(folder: Path) -> list[Path]:
+    """A folder and all that is in it."""
+    return [folder, *folder.rglob("*")]
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rlhf.data.sources import load_function
 
@@ -9,13 +10,23 @@ from rlhf.data.sources import load_function
 def judge_answers(judge: str, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     """Qualities of the responses. Raises ValueError, naming judge and row, where it fails."""
     try:
-        qualities = [float(quality) for quality in load_function(judge)(list(prompts), list(responses))]
+        returned = list(load_function(judge)(list(prompts), list(responses)))
     except Exception as error:
         raise ValueError(f"judge {judge}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    if len(qualities) != len(responses):
-        raise ValueError(f"judge {judge}: {len(qualities)} qualities for {len(responses)} responses")
-    for number, quality in enumerate(qualities, 1):
-        if not math.isfinite(quality):
-            prompt, response = prompts[number - 1], responses[number - 1]
-            raise ValueError(f"judge {judge}: {quality!r} for row {number}: {prompt!r} / {response!r}")
+    if len(returned) != len(responses):
+        raise ValueError(f"judge {judge}: {len(returned)} qualities for {len(responses)} responses")
+    qualities = [_number(quality) for quality in returned]
+    if bad := [row for row, quality in enumerate(qualities) if not math.isfinite(quality)]:
+        first, others = bad[0], f"; so are {len(bad) - 1} more of {len(returned)}" if len(bad) > 1 else ""
+        raise ValueError(
+            f"judge {judge}: {returned[first]!r} for row {first + 1}, not a finite number: {prompts[first]!r} / "
+            f"{responses[first]!r}{others}"
+        )
     return qualities
+
+
+def _number(quality: Any) -> float:
+    try:
+        return float(quality)
+    except (TypeError, ValueError):
+        return math.nan

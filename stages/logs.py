@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rlhf.stages.artifact import TRACKER_FOLDER, Artifact, replace_text
+from rlhf.stages.secrets import mask
 from rlhf.stages.settings import StageSettings, tracker_is_installed
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -44,7 +45,7 @@ class Terminal:
             if time.monotonic() - self._last_line < _SECONDS_BETWEEN_LINES:
                 return
             self._last_line = time.monotonic()
-        self._console.print(f"{self.stage}: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(mask(f"{self.stage}: {text}"), highlight=False, markup=False, soft_wrap=True)
 
     def show(self, row: dict[str, Any], num_steps: int, seconds_per_step: float) -> None:
         """The progress after a row of metrics."""
@@ -189,10 +190,11 @@ def forget_rows_after(folder: Path, step: int) -> None:
             replace_text(path, "".join(line + "\n" for line in kept))
 
 
-def write_status(folder: Path, state: str, step: int, steps: int, message: str) -> None:
-    """status.json: what the orchestrator and `rlhf status` read while the stage runs."""
+def write_status(folder: Path, state: str, step: int, steps: int, message: str, code: int | None = None) -> None:
+    """status.json: what the orchestrator and `rlhf status` read while the stage runs; `code` is that of a stop."""
     content = {"state": state, "step": step, "steps": steps, "message": message}
-    replace_text(folder / "status.json", json.dumps(content))
+    content |= {} if code is None else {"code": code}
+    replace_text(folder / "status.json", json.dumps(content), sync=False)  # at every line of metrics
 
 
 def tell_failure(folder: Path, state: str, message: str) -> None:
@@ -200,12 +202,13 @@ def tell_failure(folder: Path, state: str, message: str) -> None:
 
     The process that fails first tells: the others may only fail because it is gone.
     """
+    message = mask(message)
     if "RLHF_RUN" not in os.environ:
         print(f"error: {message}", file=sys.stderr)
     if not folder.is_dir() or Artifact(folder).sealed or (folder / "error.log").exists():
         return
     if state == "failed":
-        replace_text(folder / "error.log", traceback.format_exc())
+        replace_text(folder / "error.log", mask(traceback.format_exc()))
     write_status(folder, state, 0, 0, message)
 
 

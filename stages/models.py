@@ -4,7 +4,6 @@ Axis letters in shapes: B rows, P prompt tokens, R response tokens, T = P + R, V
 """
 
 import hashlib
-import os
 import shutil
 import sys
 from functools import partial
@@ -27,17 +26,20 @@ from transformers import (
 from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages import decoder as decoder  # registers our own model with transformers' Auto classes
+from rlhf.stages.artifact import swap_folder
 
 LOGITS_AT_ONCE = 2**27  # numbers: PPO has half a GiB of logits in memory, however long the responses are
+SAFELY = {"trust_remote_code": False, "use_safetensors": True}
+"""For every `from_pretrained`: a model brings no code of its own here, neither in its folder nor in a pickle."""
 SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json
 
 
 def read_tokenizer(reference: str) -> PreTrainedTokenizerBase:
     """The tokenizer as it was saved."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(reference)
+        tokenizer = AutoTokenizer.from_pretrained(reference, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise RefusedError(f"no tokenizer in '{reference}': {first_line(error)}") from error
+        raise RefusedError(f"no tokenizer in '{reference}': {why_not_loaded(reference, error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers where there are no files of one
         raise RefusedError(f"no tokenizer in '{reference}': its files are missing, or hold special tokens alone")
     return tokenizer
@@ -46,6 +48,11 @@ def read_tokenizer(reference: str) -> PreTrainedTokenizerBase:
 def load_tokenizer(reference: str) -> PreTrainedTokenizerBase:
     """Tokenizer with a pad token and a chat template; a foreign one without gets ours, which then travels on."""
     tokenizer = read_tokenizer(reference)
+    if not tokenizer.is_fast:
+        raise RefusedError(
+            f"'{reference}' has a tokenizer without tokenizer.json ({type(tokenizer).__name__}); name one that the "
+            "tokenizers library can read"
+        )
     ensure_pad(tokenizer)
     ensure_chat_template(tokenizer)
     return tokenizer
@@ -59,9 +66,11 @@ def load_policy(
     `options` are further arguments of `from_pretrained`.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(reference, dtype=dtype, output_loading_info=True, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            reference, dtype=dtype, output_loading_info=True, **SAFELY, **options
+        )
     except (OSError, ValueError, SafetensorError) as error:
-        raise RefusedError(f"no causal language model in '{reference}': {first_line(error)}") from error
+        raise RefusedError(f"no causal language model in '{reference}': {why_not_loaded(reference, error)}") from error
     if any("ForSequenceClassification" in name for name in model.config.architectures or []):
         raise RefusedError(f"'{reference}' is a reward model, not a language model; name the sft or ppo stage's model")
     if info["missing_keys"]:
@@ -73,6 +82,20 @@ def load_policy(
             "use the tokenizer that the model was trained with"
         )
     return model
+
+
+def why_not_loaded(reference: str, error: Exception) -> str:
+    """What an error of loading says first; what would work, where it is code of the model's own that we refuse."""
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, which is never run here; take a model that transformers itself knows"
+    folder = Path(reference)
+    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        return (
+            f"its weights are a pickle ({pickled[0]}), which may run code when it is opened; "
+            "where you trust it, load it with transformers and save it with save_pretrained, as safetensors"
+        )
+    return first_line(error)
 
 
 class ScalarModel(nn.Module):
@@ -137,10 +160,10 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
     al.); otherwise that is an error, since PPO against a random head optimises noise."""
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            reference, dtype=torch.float32, num_labels=1, output_loading_info=True
+            reference, dtype=torch.float32, num_labels=1, output_loading_info=True, **SAFELY
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last for a head of several labels
-        raise RefusedError(f"no sequence classifier in '{reference}': {first_line(error)}") from error
+        raise RefusedError(f"no sequence classifier in '{reference}': {why_not_loaded(reference, error)}") from error
     scalar = ScalarModel(model)
     headless = "score.weight" in info["missing_keys"]
     missing = {key for key in info["missing_keys"] if not (new_head and headless and key.startswith("score."))}
@@ -191,9 +214,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.value_head = value_head
-        config = model.config.get_text_config()
-        self.scale: float = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.scale, self.softcap = logit_rule(model)
 
     def forward(
         self,
@@ -277,6 +298,13 @@ class PolicyModel(nn.Module):
             )
 
 
+def logit_rule(model: PreTrainedModel) -> tuple[float, float | None]:
+    """What becomes of the products of hidden states and output embeddings: a factor, and a cap if there is one."""
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
 def check_positions(where: str, length: int, model: PreTrainedModel) -> None:
     """Refuse sequences that are longer than the model has positions for; `where` names the settings."""
     positions = num_positions(model)
@@ -305,8 +333,7 @@ def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: P
         )
         model.save_pretrained(writing)
     tokenizer.save_pretrained(writing)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(writing, folder)
+    swap_folder(writing, folder)
 
 
 def hand_over(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> dict[str, Any]:

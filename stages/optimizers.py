@@ -56,3 +56,18 @@ def adamw(
     ]
     betas = (FIRST_BETA, beta2)
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=True)
+
+
+def scaled_step(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer], take: bool) -> None:
+    """A step of float16, whose gradients the clipping has unscaled already; the scaler itself leaves out those that
+    overflow while it looks for its scale.
+
+    For optimizers without accelerate's wrapper, which would bring the scale up to date after each of them, and then
+    unscale the next one's gradients once more.
+    """
+    for optimizer in optimizers:
+        if take:
+            scaler.step(optimizer)
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()

@@ -4,37 +4,50 @@ Only the main process writes and talks; every process reaches every barrier.
 """
 
 import hashlib
-import json
 import logging
 import os
 import shutil
-import signal
+import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, broadcast_object_list, set_seed
+from accelerate.utils import (
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    load,
+    set_seed,
+)
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
-from rlhf.data.errors import DataError, RefusedError
+from rlhf.data.errors import DataError, RefusedError, Stopped
 from rlhf.data.split import train_and_eval
-from rlhf.stages import logs
-from rlhf.stages.artifact import AnyStage, Artifact, identify, seal
-from rlhf.stages.checkpoints import clear, complete_checkpoints, swap_in
+from rlhf.stages import logs, out_of_memory, stopping
+from rlhf.stages.artifact import AnyStage, Artifact, identify, refuse_damaged_model, remove_temporaries, seal
+from rlhf.stages.checkpoints import (
+    CannotWrite,
+    Checkpoint,
+    clear,
+    newest_checkpoint,
+    saying_what_cannot_be_written,
+    swap_in,
+)
+from rlhf.stages.precision import choose_precision, use_precision
 
 T = TypeVar("T")
-
-
-class Stopped(SystemExit):
-    """A signal ended the stage after its state was saved; the code is 128 + the signal's number."""
+PATIENCE = timedelta(hours=6)
+"""How long processes wait for one that is at work: it may be making tokens of a large text, or judging answers."""
 
 
 class Runtime(Generic[AnyStage]):
@@ -46,11 +59,16 @@ class Runtime(Generic[AnyStage]):
         self.settings, self.folder = settings, folder
         self.num_steps = 0
         """Set by the stage as soon as it knows."""
+        for model in filter(None, settings.inputs().values()):
+            refuse_damaged_model(Path(model))
         self.identity = identify(settings)  # now, since files may change while the stage trains
         be_quiet()
         # Stages that share a process may differ in precision; accelerate keeps one state per process.
         AcceleratorState._reset_state()
-        self.accelerator = Accelerator(mixed_precision=choose_precision(settings.precision, settings.stage))
+        self.accelerator = Accelerator(
+            mixed_precision=choose_precision(settings.precision, settings.stage),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
         self._check_processes()
         self.device = self.accelerator.device
         self.precision = use_precision(settings.precision, self.accelerator.mixed_precision)
@@ -59,14 +77,24 @@ class Runtime(Generic[AnyStage]):
         """Set by a stage that wants its share of the device's peak in the log."""
         self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
         self.is_main = self.accelerator.is_main_process
+        checkpoint_unwrapped(self.accelerator)
         self.state: dict[str, Any] = {}
         """JSON values that belong to the training state (the best loss so far, …)."""
+        self.tensors: dict[str, dict[str, torch.Tensor]] = {}
+        """Tensors that belong to it beside models and optimizers, each group under the name of its file."""
+        self.in_memory = ""
+        """What models need all the time, in words; set by a stage that has loaded them."""
         self._started, self._tokens, self._tokens_since = time.monotonic(), 0, time.monotonic()
-        self._first_step, self._signal = 0, 0
+        self._first_step, self._stop_code = 0, 0
         self._terminal = logs.Terminal(settings.stage, quiet=not self.is_main)
         self._trackers = logs.Trackers(settings, folder, self.say)
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        others = self._others() if self.num_processes > 1 else []
+        self.stopping = stopping.Stopping(folder, settings.stop_within, self.say, self._tell, others)
+        if not evaluate_only:  # which has nothing to save
+            self.write_status("running", 0)
+            self.stopping.start()
         self.seed()
+        out_of_memory.begin(self)
 
     # -- talking ------------------------------------------------------------------------------------------
 
@@ -101,14 +129,17 @@ class Runtime(Generic[AnyStage]):
         if not self.is_main:
             return
         row: dict[str, Any] = {"step": step, **logs.plain(metrics)}
+        if self.state.get("num_skipped"):
+            row["num_skipped"] = self.state["num_skipped"]
         if tokens:
             row["tokens_per_second"] = round(rate, 1)
             if peak_flops := logs.peak_flops(self.device_name, self.precision):
                 row["mfu"] = round(rate * self.flops_per_token / (peak_flops * self.num_processes), 4)
         row["peak_gib"] = peak
-        logs.write_row(self.folder, row)
+        with saying_what_cannot_be_written(self.folder, "metrics.jsonl or status.json"):
+            logs.write_row(self.folder, row)
+            self.write_status("running", step)
         self._trackers.log(row)
-        self.write_status("running", step)
         self._terminal.show(row, self.num_steps, (now - self._started) / max(step - self._first_step, 1))
 
     def _peak_gib(self) -> float:
@@ -119,7 +150,11 @@ class Runtime(Generic[AnyStage]):
     def write_status(self, state: str, step: int, message: str = "") -> None:
         """status.json: what the orchestrator and `rlhf status` read while the stage runs."""
         if self.is_main:
-            logs.write_status(self.folder, state, step, self.num_steps, message)
+            self._tell(state, step, message)
+
+    def _tell(self, state: str, step: int, message: str, code: int | None = None) -> None:
+        """The same from any process: one that leaves alone."""
+        logs.write_status(self.folder, state, step, self.num_steps, message, code)
 
     # -- rows -----------------------------------------------------------------------------------------------
 
@@ -169,16 +204,22 @@ class Runtime(Generic[AnyStage]):
         """This process's share of some rows; for training steps the shares are equal (`batch_size`)."""
         return indices[self.rank :: self.num_processes]
 
+    @property
+    def microbatch_size(self) -> int | None:
+        """Rows per forward pass on this device: the setting, or what `auto_microbatch` has come down to; None: all."""
+        sizes = [self.settings.microbatch_size, self.state.get("microbatch_size")]
+        return min((size for size in sizes if size), default=None)
+
     def chunks(self, num_rows: int, batch_size: int) -> Iterator[list[int]]:
         """This process's share of an evaluation's rows, in pieces no larger than its training microbatches."""
         mine = self.shard(list(range(num_rows)))
-        size = self.settings.microbatch_size or max(batch_size // self.num_processes, 1)
+        size = self.microbatch_size or max(batch_size // self.num_processes, 1)
         for start in range(0, len(mine), size):
             yield mine[start : start + size]
 
     def microbatches(self, rows: list[int], *models: torch.nn.Module) -> Iterator[list[int]]:
         """Cut this process's `rows` of a step into microbatches of `microbatch_size`, and `accumulate` over them."""
-        size = self.settings.microbatch_size or len(rows)
+        size = self.microbatch_size or len(rows)
         yield from self.accumulate([rows[start : start + size] for start in range(0, len(rows), size)], *models)
 
     def accumulate(self, microbatches: Sequence[T], *models: torch.nn.Module) -> Iterator[T]:
@@ -194,21 +235,29 @@ class Runtime(Generic[AnyStage]):
         """The model without the wrapper that accelerate put around it."""
         return self.accelerator.unwrap_model(model)
 
-    def on_main(self, action: Callable[[], Any]) -> None:
-        """Let the main process act while the others wait."""
-        if self.is_main:
-            action()
-        self.accelerator.wait_for_everyone()
+    def on_main(self, action: Callable[[], Any], what: str | None = None) -> None:
+        """Let the main process act, most often write `what`, while the others wait."""
+        out_of_memory.doing("saving")
+        with self.stopping.saving():
+            if self.is_main:
+                with saying_what_cannot_be_written(self.folder, what):
+                    action()
+            self.accelerator.wait_for_everyone()
 
-    def seed(self, per_process: bool = False) -> None:
-        """Restart the random streams: equal everywhere for new weights, one per process for sampling."""
-        stream = f"{self.settings.seed} {self.rank if per_process else 'weights'}"
+    def seed(self, per_process: bool = False, step: int = 0) -> None:
+        """Restart the random streams: equal everywhere for new weights, one per process for sampling (and `step`)."""
+        stream = f"{self.settings.seed} {self.rank if per_process else 'weights'}" + (f" {step}" if step else "")
         set_seed(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "big"))
 
     def from_main(self, make: Callable[[], T]) -> T:
         """What `make` returns in the main process, in every process."""
         found: list[Any] = [make() if self.is_main else None]
         return broadcast_object_list(found)[0] if self.num_processes > 1 else found[0]
+
+    def _others(self) -> list[int]:
+        """Ids of the stage's other processes on this machine."""
+        here = (socket.gethostname(), os.getpid())
+        return [pid for host, pid in gather_object([here]) if host == here[0] and pid != here[1]]
 
     def _check_processes(self) -> None:
         kind = self.accelerator.distributed_type
@@ -237,12 +286,28 @@ class Runtime(Generic[AnyStage]):
             self.stop(step)
 
     def save(self, step: int) -> None:
-        """Write the full training state beside the old one, then swap: a kill leaves one or the other whole."""
-        writing = self.folder / "checkpoints" / ".writing"
-        self.on_main(lambda: clear(writing))
-        self.accelerator.save_state(str(writing))
-        self.accelerator.wait_for_everyone()
-        self.on_main(lambda: swap_in(writing, step, self.state))
+        """Write the full training state as a checkpoint."""
+        with self.saving(step) as folder:
+            self.accelerator.save_state(str(folder))
+            if self.is_main:
+                for name, tensors in self.tensors.items():
+                    save_file(tensors, folder / f"{name}.safetensors")
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[Path]:
+        """An empty folder for the files of a checkpoint, which is completed and swapped in when all are written."""
+        what, failures = f"the checkpoint of step {step}", []
+        self.on_main(lambda: clear(self.folder), what)
+        try:
+            with self.stopping.saving(), saying_what_cannot_be_written(self.folder, what):
+                yield self.folder / "checkpoints" / ".writing"
+        except CannotWrite as error:
+            failures.append(str(error))
+        if failures := gather_object(failures):  # of any process; none of them is writing any more
+            if self.is_main:
+                remove_temporaries(self.folder)
+            raise CannotWrite(failures[0])
+        self.on_main(lambda: swap_in(self.folder, step, self.num_processes, self.device.type, self.state), what)
 
     def resume(self) -> int:
         """Load the newest complete checkpoint, if there is one; the number of steps that it has behind it."""
@@ -257,70 +322,113 @@ class Runtime(Generic[AnyStage]):
             logs.forget_rows_after(self.folder, step)
         return step
 
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest complete checkpoint, `state` taken from it; which ones were passed over is said."""
+
+        def find() -> Checkpoint | None:
+            said: list[str] = []
+            found = newest_checkpoint(self.folder, hashes=True, passed_over=said.append)
+            for text in said:
+                self.say(f"warning: {text}")
+            if said and found is None:
+                self.say("warning: no complete checkpoint is left to go on from")
+            return found
+
+        found = self.from_main(find)
+        if found is not None:
+            self.state |= found.state
+        return found
+
+    def new_streams(self, checkpoint: Checkpoint) -> bool:
+        """Whether the checkpoint's random states cannot be used here; then the streams are new ones, and that is said.
+
+        Which rows a step takes does not depend on them.
+        """
+        then, now = (checkpoint.processes, checkpoint.device), (self.num_processes, self.device.type)
+        if then == now:
+            return False
+        self.say(
+            f"step {checkpoint.step} was saved by {then[0]} process(es) on {then[1]} and goes on with {now[0]} on "
+            f"{now[1]}: each step takes the rows that it would have taken, random numbers (sampling, dropout) differ"
+        )
+        self.seed(per_process=True, step=checkpoint.step)
+        return True
+
     def _load_newest(self) -> int | None:
-        for checkpoint in sorted((self.folder / "checkpoints").glob("step-*"), reverse=True):
-            if checkpoint not in complete_checkpoints(self.folder):
-                self.say(f"passed over {checkpoint.name}: it is damaged")
-                continue
-            self.accelerator.load_state(str(checkpoint))
-            content = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-            self.state |= content["state"]
-            return int(content["step"])
-        return None
+        checkpoint = self.newest_checkpoint()
+        if checkpoint is None:
+            return None
+        self.accelerator.load_state(str(checkpoint.folder))
+        for name, tensors in self.tensors.items():
+            for key, tensor in load_file(checkpoint.folder / f"{name}.safetensors").items():
+                tensors[key].copy_(tensor)
+        if not self.new_streams(checkpoint):
+            self._check_streams(checkpoint)
+        return checkpoint.step
+
+    def _check_streams(self, checkpoint: Checkpoint) -> None:
+        """Accelerate passes silently over random states that it cannot restore."""
+        saved = load(checkpoint.folder / f"random_states_{self.rank}.pkl")
+        same = torch.equal(saved["torch_manual_seed"], torch.get_rng_state())
+        if self.device.type == "cuda":  # the last that accelerate restores
+            of_device = saved["torch_cuda_manual_seed"][self.device.index or 0]
+            same &= torch.equal(of_device, torch.cuda.get_rng_state(self.device))
+        if not same:
+            raise RuntimeError(f"{checkpoint.folder}: its random states could not be restored")
 
     def begin(self, step: int) -> None:
         """Start clock and trackers with `step` steps behind; rows that a lost stretch wrote are dropped."""
         if step:
             self.say(f"resuming from step {step} of {self.num_steps}")
         if self.is_main:
+            remove_temporaries(self.folder)  # of an attempt that was killed
             logs.forget_rows_after(self.folder, step)
             self._trackers.start(step)
         self.write_status("running", step)
         self._first_step, self._started, self._tokens_since = step, time.monotonic(), time.monotonic()
+        self.stopping.training = True
 
     # -- the end ------------------------------------------------------------------------------------------
 
     def stop(self, step: int) -> None:
         """End after a signal; the state is saved."""
-        self.write_status("stopped", step)
+        if self.is_main:
+            self._tell("stopped", step, "", self._stop_code)
         self.say(f"stopped at step {step} of {self.num_steps}; state saved, run again to resume")
         self.close()
-        raise Stopped(128 + (self._signal or signal.SIGTERM))
+        raise Stopped(self._stop_code)
 
     def stop_requested(self) -> bool:
         """Whether a signal asked any of the processes to end; all of them must ask together."""
-        return bool(self.sum(torch.tensor(float(self._signal > 0))).item())
+        self._stop_code = int(self.max(torch.tensor([float(self.stopping.code)])).item())
+        return self._stop_code > 0
 
     def finish(self, metrics: dict[str, Any], hand_over: dict[str, Any]) -> dict[str, Any]:
         """Seal the artifact and drop the checkpoints; returns the final metrics."""
-        metrics = logs.plain(metrics)
+        metrics = logs.plain(metrics) | {"num_skipped": self.state.get("num_skipped", 0)}
         logs.check_finite(metrics, self.settings.stage)
+        if self.settings.auto_microbatch and self.microbatch_size:
+            metrics["microbatch_size"] = self.microbatch_size
         metrics["peak_gib"] = self._peak_gib()
         self.accelerator.wait_for_everyone()
-        if self.is_main:
-            seal(self.folder, self.identity, metrics, self.num_processes, hand_over)
-            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-            self.write_status("done", self.num_steps)
-        stop = self.stop_requested()
-        self.close()
+        with self.stopping.saving():
+            if self.is_main:
+                with saying_what_cannot_be_written(self.folder, "manifest.json"):
+                    seal(self.folder, self.identity, metrics, self.num_processes, hand_over)
+                shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+                self.write_status("done", self.num_steps)
+            stop = self.stop_requested()
+            self.close()
         if stop:  # it came too late to interrupt this stage, but the next one must not start
-            raise Stopped(128 + (self._signal or signal.SIGTERM))
+            raise Stopped(self._stop_code)
         return metrics
 
     def close(self) -> None:
         """Give the terminal, the signals and the memory back; let the trackers finish."""
         self._terminal.close()
         self._trackers.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self.stopping.close()
         self.accelerator.free_memory()
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._signal:  # the second one ends at once
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self._signal = number
-        self.say("signal received; saving after this step (again to end at once)")
 
 
 def run_stage(train: Callable[[str], Any]) -> None:
@@ -332,7 +440,11 @@ def run_stage(train: Callable[[str], Any]) -> None:
     try:
         train(sys.argv[1])
         PartialState().destroy_process_group()
+    except Stopped as stop:
+        stopping.end_process(stop.code)
     except Exception as error:
+        if stopping.is_for_want_of_another(error):
+            stopping.end_process(stopping.tell_loss())
         refused = isinstance(error, RefusedError)
         message = str(error) if refused else f"{type(error).__name__}: {error}"
         logs.tell_failure(folder, "refused" if refused else "failed", message)
@@ -341,26 +453,17 @@ def run_stage(train: Callable[[str], Any]) -> None:
         raise SystemExit(2 if refused else 1) from None
 
 
-def choose_precision(precision: str, stage: str) -> str:
-    """Accelerate's name for the autocast type; refuses what the device cannot do."""
-    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    if precision == "auto" and not bf16:  # PPO's ratios and scores are not tried in float16
-        return "fp16" if stage == "pretrain" and torch.cuda.is_available() else "no"
-    if precision == "auto":
-        return "bf16"
-    if precision == "tf32" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
-        raise RefusedError(f"{stage}.precision: tf32 is not supported by this device; use auto or fp32")
-    if precision == "fp16" and not torch.cuda.is_available():
-        raise RefusedError(f"{stage}.precision: fp16 needs a GPU and there is none; use auto or fp32")
-    if precision == "bf16" and not bf16:
-        raise RefusedError(f"{stage}.precision: bf16 is not supported by this device; use auto or fp32")
-    return {"fp32": "no", "tf32": "no"}.get(precision, precision)
+def checkpoint_unwrapped(accelerator: Accelerator) -> None:
+    """Let checkpoints name the weights as one process does: the wrapper of several puts a word before each name."""
 
+    def on_save(models: list[torch.nn.Module], states: list[Any], _folder: str) -> None:
+        states[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
 
-def use_precision(setting: str, autocast: str) -> str:
-    """Let matrices in float32 be multiplied in TF32 where that was asked for; what is multiplied in, in words."""
-    torch.set_float32_matmul_precision("high" if setting == "tf32" else "highest")
-    return setting if setting == "tf32" else {"no": "fp32"}.get(autocast, autocast)
+    def on_load(models: list[torch.nn.Module], _folder: str) -> None:
+        models[:] = [accelerator.unwrap_model(model) for model in models]
+
+    accelerator.register_save_state_pre_hook(on_save)
+    accelerator.register_load_state_pre_hook(on_load)
 
 
 def be_quiet() -> None:

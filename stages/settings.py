@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.sources import Source, named
+from rlhf.stages.secrets import exposed
 
 
 class Settings(BaseModel):
@@ -27,6 +28,11 @@ class Settings(BaseModel):
     @classmethod
     def load(cls, mapping: Mapping[str, Any], where: str) -> Self:
         """Validate `mapping`; a SettingsError lists every problem. `where` names the section, '' for the top."""
+        for place, name in exposed(mapping, where):
+            raise SettingsError(
+                f"{place}: holds the secret of the environment variable {name}, and settings are written down; take it "
+                "out (libraries read their own variables; a function of yours can read os.environ)"
+            )
         try:
             return cls.model_validate(dict(mapping))
         except ValidationError as error:
@@ -76,7 +82,8 @@ class StageSettings(Settings):
     code_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that name a `module:function`; the module's source takes part in the key."""
     not_in_key: ClassVar[frozenset[str]] = frozenset(
-        {"max_dropped", "log_every", "save_every", "microbatch_size", "report_to"}
+        {"max_dropped", "log_every", "save_every", "microbatch_size", "auto_microbatch", "max_skipped", "report_to"}
+        | {"stop_within"}
     )
     """Fields that cannot change the result."""
 
@@ -91,6 +98,10 @@ class StageSettings(Settings):
     fp32; tf32 is fp32 whose matrices are multiplied with ten bits."""
     microbatch_size: int | None = Field(None, ge=1)
     """Rows (prompts, episodes) per forward pass on one device; its whole share of the batch by default."""
+    auto_microbatch: bool = False
+    """Halve microbatch_size and try again when memory runs out; the global batch stays. For one process."""
+    max_skipped: int = Field(3, ge=1)
+    """A step whose loss or gradient is not finite is skipped; after so many in a row the stage stops."""
     log_every: int = Field(10, ge=1)
     """Steps between two lines of metrics."""
     report_to: list[str] | None = None
@@ -98,6 +109,9 @@ class StageSettings(Settings):
     None: TensorBoard where it is installed; []: none."""
     save_every: int = Field(50, ge=1)
     """Steps between two checkpoints of the full training state."""
+    stop_within: float = Field(30.0, gt=0)
+    """Seconds after a signal (SIGTERM, SIGINT, SIGUSR1) until the stage is gone, its state saved if the step under way
+    ends in time."""
     attempt: int = Field(0, ge=0)
     """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""
 

@@ -112,7 +112,7 @@ def test_the_plan_after_a_changed_setting_names_what_would_run_and_why(home: Pat
     assert "reuse" in lines["pretrain"]
     assert "reuse" in lines["sft"]
     assert "run" in lines["reward"]
-    assert "reward.learning_rate 0.001 → 0.0005" in lines["reward"]
+    assert "reward.learning_rate 0.002 → 0.0005" in lines["reward"]
     assert "its input reward will be new" in lines["ppo"]
 
 

@@ -18,6 +18,7 @@ from rlhf.data.rows import Prompt, prompt_text
 from rlhf.stages.artifact import Artifact, read_settings, replace_text
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
+from rlhf.stages.out_of_memory import within_memory
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
 from rlhf.stages.ppo.rewards import Rewards, load_rewards, response_texts
@@ -76,11 +77,13 @@ class Evaluator:
         return answers
 
     def _answers(self, policy: PolicyModel, rows: list[int]) -> list[Answer]:
-        with self.run.accelerator.autocast():
-            rollout = collect(
+        run = self.run
+        with run.accelerator.autocast():
+            rollout = within_memory(run, len(rows), lambda: collect(
                 policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
-                [self.asked[i] for i in rows], self.run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
-            )  # fmt: skip
+                [self.asked[i] for i in rows], run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
+                run.microbatch_size,
+            ))  # fmt: skip
         texts = response_texts(self.tokenizer, rollout.responses, rollout.mask)
         columns = (rollout.scores, rollout.kl, rollout.ended, rollout.lengths)
         return [

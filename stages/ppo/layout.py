@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.stages import adapters
-from rlhf.stages.artifact import model_digest
+from rlhf.stages.artifact import copy_folder, model_digest
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, load_policy, load_scalar, save_folder
 from rlhf.stages.optimizers import trained
 from rlhf.stages.ppo.config import PPOSettings
@@ -218,7 +218,7 @@ def put_in_place(kept: Path, model: Path, settings: PPOSettings, tokenizer: PreT
         save_folder(model, adapters.merged(load_policy(settings.model, tokenizer), kept / "model"), tokenizer)
         shutil.copytree(kept / "model", model / "adapter")
     else:
-        shutil.copytree(kept / "model", model, dirs_exist_ok=True)
+        copy_folder(kept / "model", model)
 
 
 def save_critic(
@@ -227,7 +227,7 @@ def save_critic(
     """A sequence classifier, or an adapter with its head, as the last iteration left it; or the kept policy's head."""
     assert settings.model is not None
     if critic is None:
-        shutil.copytree(kept / "critic", folder, dirs_exist_ok=True)
+        copy_folder(kept / "critic", folder)
     elif settings.layout == "adapters":
         adapters.save_scalar(folder, critic, model_digest(settings.model, "ppo.model"))
     else:

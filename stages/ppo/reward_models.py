@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from rlhf.data.collate import pad_examples
-from rlhf.data.errors import RefusedError, SettingsError, first_line
+from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import (
+    SAFELY,
     ScalarModel,
     check_positions,
     hand_over,
@@ -32,6 +33,7 @@ from rlhf.stages.models import (
     load_tokenizer,
     num_positions,
     read_tokenizer,
+    why_not_loaded,
 )
 from rlhf.stages.ppo.config import PPOSettings
 
@@ -171,7 +173,7 @@ def load_reward_model(
 def _is_decoder(reference: str) -> bool:
     """Whether its sequence classifier has the linear head `score` that transformers gives decoders alone."""
     try:
-        config = AutoConfig.from_pretrained(reference)
+        config = AutoConfig.from_pretrained(reference, trust_remote_code=False)
         with torch.device("meta"):  # the shape only
             model = AutoModelForSequenceClassification.from_config(config)
     except (OSError, ValueError):
@@ -184,10 +186,10 @@ def _load_pair(reference: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     tokenizer = read_tokenizer(reference)
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            reference, dtype=torch.float32, output_loading_info=True
+            reference, dtype=torch.float32, output_loading_info=True, **SAFELY
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise RefusedError(f"no sequence classifier in '{reference}': {first_line(error)}") from error
+        raise RefusedError(f"no sequence classifier in '{reference}': {why_not_loaded(reference, error)}") from error
     if model.config.is_encoder_decoder:
         raise RefusedError(f"'{reference}' is an encoder-decoder; use a decoder or an encoder")
     if info["missing_keys"]:

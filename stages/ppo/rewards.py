@@ -47,9 +47,11 @@ class FunctionReward:
         if len(values) != num:
             where = self._guilty_row(episodes)
             raise ValueError(f"reward {self.function}: returned {len(values)} for {num} responses ({where})")
-        for row, value in enumerate(values):
-            if not _is_number(value):
-                raise ValueError(f"reward {self.function}: gave {value!r}, not a finite number ({episodes.row(row)})")
+        if bad := [row for row, value in enumerate(values) if not _is_number(value)]:
+            raise ValueError(
+                f"reward {self.function}: gave {values[bad[0]]!r}, not a finite number ({episodes.row(bad[0])})"
+                f"{_and_others(len(bad), num)}"
+            )
         return torch.tensor([float(value) for value in values], dtype=torch.float32)
 
     def _ask(self, episodes: Episodes, places: range) -> list[Any]:
@@ -87,14 +89,12 @@ class Rewards(nn.Module):
         functions: Sequence[FunctionReward] = (),
         ensemble: Literal["mean", "lower_bound"] | None = None,
         ensemble_penalty: float = 1.0,
-        microbatch_size: int | None = None,
     ) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
         self.functions = list(functions)
         self.names = [*(model.name for model in models), *(function.name for function in functions)]
         self.ensemble, self.ensemble_penalty = ensemble, ensemble_penalty
-        self.microbatch_size = microbatch_size
         self.requires_grad_(False).eval()
 
     @property
@@ -103,7 +103,7 @@ class Rewards(nn.Module):
         return next((model.reference for model in self._members() if model.tokenizer is None), None)
 
     @torch.no_grad()
-    def forward(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
+    def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """(scores [B], unweighted score of each reward [B,N] in the order of `names`), both float32.
 
         Raises ValueError naming reward and row where a reward fails or gives something that is no finite number.
@@ -111,10 +111,13 @@ class Rewards(nn.Module):
         device = episodes.input_ids.device
         columns = []
         for model in self._members():
-            scores = model(episodes, self.microbatch_size)
-            if not (finite := scores.isfinite()).all():
-                row = int((~finite).long().argmax())
-                raise ValueError(f"reward {model.name}: gave {scores[row].item()} ({episodes.row(row)})")
+            scores = model(episodes, microbatch_size)
+            if len(bad := (~scores.isfinite()).nonzero()):
+                row = int(bad[0])
+                raise ValueError(
+                    f"reward {model.name}: gave {scores[row].item()} ({episodes.row(row)})"
+                    f"{_and_others(len(bad), len(scores))}"
+                )
             columns.append(scores)
         columns += [function(episodes).to(device) for function in self.functions]
         parts = torch.stack(columns, dim=-1)
@@ -184,7 +187,7 @@ def load_rewards(
             f"ppo.ensemble: {settings.ensemble} needs several reward models, there is {len(models)}; "
             "list more under ppo.rewards, or leave it out"
         )
-    return Rewards(models, functions, settings.ensemble, settings.ensemble_penalty, settings.microbatch_size)
+    return Rewards(models, functions, settings.ensemble, settings.ensemble_penalty)
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Tensor, mask: Tensor) -> list[str]:
@@ -200,6 +203,11 @@ def _new_name(reference: str, taken: list[str]) -> str:
     if name not in taken:
         return name
     return next(f"{name}_{number}" for number in count(2) if f"{name}_{number}" not in taken)
+
+
+def _and_others(bad: int, num: int) -> str:
+    """How many are like the one that is shown."""
+    return f"; so are {bad - 1} more of {num}" if bad > 1 else ""
 
 
 def _numbers(returned: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from rlhf.data.rows import Prompt
 from rlhf.stages.generation import sample
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel, ScalarModel
+from rlhf.stages.out_of_memory import doing
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import after_the_end, response_mask
 from rlhf.stages.ppo.reward_models import Episodes
@@ -75,12 +76,14 @@ def collect(
     settings: PPOSettings,
     stop_token_ids: list[int],
     tokenizer: PreTrainedTokenizerBase,
+    microbatch_size: int | None = None,
 ) -> Rollout:
     """One response per prompt, with log-probabilities, values and scores. All models are in eval mode.
 
-    `asked` are the prompts as they were read, for the rewards.
+    `asked` are the prompts as they were read, for the rewards. `microbatch_size` episodes are read at a time.
     """
     device, pad_token_id = policy.model.device, tokenizer.pad_token_id
+    doing("sampling")
     responses = _responses(policy, prompts, settings, stop_token_ids, pad_token_id)  # [B,R]
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad_token_id))  # [B,P]
     mask = response_mask(responses, stop_token_ids)
@@ -92,12 +95,16 @@ def collect(
         logprobs, ref_logprobs, entropy, values = torch.zeros(4, *mask.shape, device=device)
         # The critic is asked about every slot that may be rewarded, also about one after the end.
         read = after_the_end(mask) if settings.score_placement == "after_eos" else mask
-        for piece in pieces([len(ids) for ids in prompts], read.sum(-1).tolist(), settings.microbatch_size):
+        for piece in pieces([len(ids) for ids in prompts], read.sum(-1).tolist(), microbatch_size):
             text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
+            doing("the rollout", text[0])
             found = read_part(policy, reference, critic, *text, piece.num_response, settings)
             for whole, part in zip((logprobs, ref_logprobs, entropy, values), found, strict=True):
                 whole[piece.rows, : piece.num_response] = part
-        scores, parts_of_score = rewards(Episodes(input_ids, attention_mask, mask, ended, asked, texts))
+        doing("scoring", input_ids[:microbatch_size])
+        scores, parts_of_score = rewards(
+            Episodes(input_ids, attention_mask, mask, ended, asked, texts), microbatch_size
+        )
     return Rollout(
         input_ids, attention_mask, mask, logprobs, ref_logprobs, entropy, values, scores, parts_of_score, ended
     )  # fmt: skip

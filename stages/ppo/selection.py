@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.stages.artifact import swap_folder
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Answer, Evaluator, comparison, write_gallery
@@ -60,8 +59,7 @@ class Selection:
         keep_policy(writing, policy, self.run.settings, self.tokenizer)
         content = {"step": step, "answers": [asdict(answer) for answer in answers]}
         (writing / "answers.json").write_text(json.dumps(content), encoding="utf-8")
-        shutil.rmtree(self.best, ignore_errors=True)
-        os.replace(writing, self.best)
+        swap_folder(writing, self.best)
 
 
 def over_optimised(evaluations: list[dict[str, Any]], kl_budget: float) -> str | None:

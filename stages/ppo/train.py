@@ -4,6 +4,7 @@ Run by hand: `accelerate launch -m rlhf.stages.ppo FOLDER`, where FOLDER holds a
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from rlhf.data.collate import batch_indices, blocks
 from rlhf.data.rows import read_text
 from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import read_settings
+from rlhf.stages.bad_numbers import count_in_a_row
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import check_positions, hand_over, load_tokenizer
+from rlhf.stages.out_of_memory import explained, within_memory
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Evaluator
-from rlhf.stages.ppo.health import Health
+from rlhf.stages.ppo.health import Finding, Health
 from rlhf.stages.ppo.layout import described, keep_policy, load_roles, memory, prepare, put_in_place, save_critic
 from rlhf.stages.ppo.objective import AdaptiveKL
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
@@ -30,6 +33,7 @@ from rlhf.stages.ppo.update import Updater
 from rlhf.stages.runtime import Runtime
 
 
+@explained
 def train(folder: str | Path) -> dict[str, Any]:
     """Run the stage in `folder` (resuming if it was interrupted) and seal it; returns the final metrics."""
     folder = Path(folder)
@@ -56,11 +60,19 @@ def train(folder: str | Path) -> dict[str, Any]:
     update = Updater(run, policy, critic, optimizers, ptx_blocks(run, tokenizer))
     evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded)
     run.say(f"{len(encoded)} prompts, {len(eval_encoded)} held out, {batch_size} episodes an iteration")
-    run.say(f"layout {settings.layout}; {described(memory(roles, settings, batch_size // run.num_processes))}")
+    run.in_memory = described(memory(roles, settings, batch_size // run.num_processes))
+    run.say(f"layout {settings.layout}; {run.in_memory}")
     run.seed(per_process=True)
     selection = Selection(run, tokenizer, sft=evaluator(roles.policy))  # which has learned nothing yet
     health = Health(batch_size, settings.max_new_tokens, settings.critic_warmup_iterations)
     run.state["kl_coef"] = settings.kl_coef
+
+    def answer(batch: list[int]) -> Rollout:
+        return collect(
+            roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch], [prompts[i] for i in batch],
+            settings, stops, tokenizer, run.microbatch_size,
+        )  # fmt: skip
+
     start = run.resume()
     health.load_state_dict(run.state.get("health", health.state_dict()))
     for iteration in range(start, settings.num_iterations):
@@ -70,27 +82,23 @@ def train(folder: str | Path) -> dict[str, Any]:
         rows = batch_indices(len(encoded), batch_size // per_prompt, iteration, settings.seed)
         batch = run.shard([i for i in rows for _ in range(per_prompt)])
         with run.accelerator.autocast():
-            rollout = collect(
-                roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch],
-                [prompts[i] for i in batch], settings, stops, tokenizer,
-            )  # fmt: skip
+            rollout = within_memory(run, len(batch), partial(answer, batch))
         if iteration == start:
             self_check(run, policy, rollout, first=iteration == 0)
         kl_coef = run.state["kl_coef"]
         shaped = shaped_scores(run, rollout)
         learned = targets(rollout, shaped, kl_coef, settings)
         stats = update(rollout, learned, iteration, kl_coef)
-        row = {
-            **rollout_stats(run, rollout, shaped, learned.returns, kl_coef, rewards.names),
-            **stats,
-            "kl_coef": kl_coef,
-        }
-        row["learning_rate"] = settings.learning_rate * rate
-        if settings.kl_target is not None:
-            controller = AdaptiveKL(kl_coef, settings.kl_target, settings.kl_horizon)
-            run.state["kl_coef"] = controller.update(row["kl"], batch_size)
-        done = iteration + 1
-        findings = health.check(row)
+        done, taken = iteration + 1, bool(stats)  # without a step that was taken, the iteration is skipped as a whole
+        count_in_a_row(run, done, taken, f"of its optimiser steps none could be taken: {update.fault}")
+        row = {"kl_coef": kl_coef, "learning_rate": settings.learning_rate * rate}
+        findings: list[Finding] = []
+        if taken:
+            row = {**rollout_stats(run, rollout, shaped, learned.returns, kl_coef, rewards.names), **stats, **row}
+            if settings.kl_target is not None:
+                controller = AdaptiveKL(kl_coef, settings.kl_target, settings.kl_horizon)
+                run.state["kl_coef"] = controller.update(row["kl"], batch_size)
+            findings = health.check(row)
         run.state["health"] = health.state_dict()
         for finding in findings:
             run.say(f"iteration {done}: {finding.name}: {finding.message}")
@@ -102,7 +110,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         if findings and settings.on_unhealthy == "stop":
             run.save(done)
             raise RuntimeError(f"unhealthy at iteration {done}: {findings[0].name} (on_unhealthy: stop)")
-        run.checkpoint(done)
+        run.checkpoint(done, good=taken)
     metrics = {**selection.finish(folder), "findings": health.active}
     run.on_main(lambda: save_critic(folder / "critic", roles.critic, selection.best, settings, tokenizer))
     if settings.ema_decay is not None:
@@ -171,7 +179,7 @@ def self_check(run: Runtime[PPOSettings], policy: torch.nn.Module, rollout: Roll
     """Before the first update the ratio is 1, and at the very start the KL is 0; otherwise stop and say why."""
     settings = run.settings
     exact = run.accelerator.mixed_precision == "no"
-    part = rollout.cut(pieces(rollout.prompt_lengths.tolist(), rollout.lengths.tolist(), settings.microbatch_size)[0])
+    part = rollout.cut(pieces(rollout.prompt_lengths.tolist(), rollout.lengths.tolist(), run.microbatch_size)[0])
     run.unwrap(policy).check_head(part.input_ids[:1], part.attention_mask[:1])
     with torch.no_grad():
         logprobs, _, _ = policy(part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature)

@@ -2,15 +2,17 @@
 
 import math
 from collections import defaultdict
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rlhf.data.collate import batch_indices
+from rlhf.stages.bad_numbers import described, take_step, tell_skipped
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.optimizers import trained
+from rlhf.stages.out_of_memory import doing, within_memory
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import kl_estimate, loss_denominator, policy_loss, update_log_ratio, value_loss
 from rlhf.stages.ppo.rollout import Rollout, response_values
@@ -36,58 +38,96 @@ class Updater:
         if critic is not None:
             self.learners.append(("critic", critic, optimizers[1]))
         self.ptx_blocks = ptx_blocks  # [N, T + 1] of raw text
+        self.fault = ""
+        """What was wrong with the last optimiser step that was left out."""
         self.ema = MovingAverage(run.unwrap(policy), run.settings.ema_decay)
         if run.settings.ema_decay is not None:
-            run.accelerator.register_for_checkpointing(self.ema)
+            run.tensors["ema"] = self.ema.weights
 
     def __call__(self, rollout: Rollout, targets: Targets, iteration: int, kl_coef: float) -> dict[str, float]:
-        """num_epochs × num_minibatches optimiser steps; returns statistics over those that were made."""
+        """num_epochs × num_minibatches optimiser steps; returns statistics over those that were made.
+
+        A step with a loss or gradient norm that is not finite is left out; where all are, nothing is returned.
+        """
         run, settings = self.run, self.run.settings
         size = len(rollout.mask) // settings.num_minibatches
         num_steps = settings.num_epochs * settings.num_minibatches
         policy_learns = iteration >= settings.critic_warmup_iterations
         learners = [learner for learner in self.learners if learner[0] == "critic" or policy_learns]
-        lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
+        models, optimizers = [model for _, model, _ in learners], [optimizer for *_, optimizer in learners]
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
-        ratios, num_updates = Ratios(run.device), 0
+        ratios, num_measured, num_updates = Ratios(run.device), 0, 0
         for step in range(num_steps):
             minibatch = batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration)
-            # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
-            num_tokens = run.sum(rollout.mask[minibatch].sum())
-            num_values = run.sum(targets.value_mask[minibatch].sum())
-            moved = torch.zeros((), device=run.device)
-            microbatches = pieces(*lengths, settings.microbatch_size, minibatch)
-            for piece in run.accumulate(microbatches, *(model for _, model, _ in learners)):
-                part, learned = rollout.cut(piece), targets.cut(piece)
-                stats: dict[str, Tensor] = {}
-                if policy_learns:
-                    stats |= self._policy_backward(part, learned, num_tokens, num_values, size, kl_coef, ratios)
-                    moved += stats["approx_kl"]
-                if self.critic is not None:
-                    stats |= self._critic_backward(part, learned, num_values)
-                for name, value in stats.items():
-                    sums[name] += value
-            # As in OpenAI's Spinning Up: the step that would lead further is not made.
-            if settings.target_kl and run.sum(moved).item() > TARGET_KL_SLACK * settings.target_kl:
-                for _, _, optimizer in learners:
+            ptx_step = iteration * num_steps + step
+            make = partial(self._gradients, rollout, targets, minibatch, models, policy_learns, kl_coef, ptx_step)
+            stats, its_ratios, too_far = within_memory(run, size, make, *models)
+            if too_far:
+                for optimizer in optimizers:
                     optimizer.zero_grad()
+            else:
+                norms = {
+                    f"{name}_grad_norm": run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+                    for name, model, _ in learners
+                }
+                numbers = _of_all(run, {name: value for name, value in stats.items() if name.endswith("_loss")})
+                numbers |= {name: norm.item() for name, norm in norms.items()}
+                if not take_step(run, optimizers, numbers):
+                    tell_skipped(run, f"iteration {iteration + 1}: optimiser step {step + 1} of {num_steps}", numbers)
+                    self.fault = described(numbers)
+                    continue
+                if policy_learns:
+                    self.ema.update(run.unwrap(self.policy))
+                num_updates += 1
+                stats |= {name: norm / run.num_processes for name, norm in norms.items()}  # equal on all processes
+            num_measured += 1
+            ratios.merge(its_ratios)
+            for name, value in stats.items():
+                sums[name] += value
+            if too_far:
                 break
-            if policy_learns and self.ptx_blocks is not None:
-                sums["ptx_loss"] += self._ptx_backward(iteration * num_steps + step)
-            for name, model, optimizer in learners:
-                norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-                sums[f"{name}_grad_norm"] += norm / run.num_processes  # equal on all processes
-                optimizer.step()
-                optimizer.zero_grad()
+        if not num_measured:
+            return {}
+        totals = _of_all(run, sums)
+        found = {name: total / num_measured for name, total in totals.items()} | {"num_updates": num_updates}
+        for name in (name for name in totals if name.endswith("_grad_norm")):
+            found[name] *= num_measured / num_updates
+        return found | ratios.stats(run, num_measured, found["ratio"]) if policy_learns else found
+
+    def _gradients(
+        self,
+        rollout: Rollout,
+        targets: Targets,
+        minibatch: list[int],
+        models: list[torch.nn.Module],
+        policy_learns: bool,
+        kl_coef: float,
+        ptx_step: int,
+    ) -> tuple[dict[str, Tensor], "Ratios", bool]:
+        """Of one optimiser step: (this process's share of its statistics, ratios, whether it would lead too far)."""
+        run, settings = self.run, self.run.settings
+        # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
+        num_tokens = run.sum(rollout.mask[minibatch].sum())
+        num_values = run.sum(targets.value_mask[minibatch].sum())
+        lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
+        stats: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
+        ratios = Ratios(run.device)
+        for piece in run.accumulate(pieces(*lengths, run.microbatch_size, minibatch), *models):
+            part, learned = rollout.cut(piece), targets.cut(piece)
+            doing("the update", part.input_ids)
+            found: dict[str, Tensor] = {}
             if policy_learns:
-                self.ema.update(run.unwrap(self.policy))
-            num_updates += 1
-        names = sorted(sums)
-        totals = run.sum(torch.stack([sums[name] for name in names])) / (step + 1)
-        found = dict(zip(names, totals.tolist(), strict=True)) | {"num_updates": num_updates}
-        for name in (name for name in names if name.endswith("_grad_norm")):
-            found[name] *= (step + 1) / num_updates
-        return found | ratios.stats(run, step + 1, found["ratio"]) if policy_learns else found
+                found |= self._policy_backward(part, learned, num_tokens, num_values, len(minibatch), kl_coef, ratios)
+            if self.critic is not None:
+                found |= self._critic_backward(part, learned, num_values)
+            for name, value in found.items():
+                stats[name] += value
+        # As in OpenAI's Spinning Up: the step that would lead further is not made.
+        if settings.target_kl and run.sum(stats["approx_kl"]).item() > TARGET_KL_SLACK * settings.target_kl:
+            return stats, ratios, True
+        if policy_learns and self.ptx_blocks is not None:
+            stats["ptx_loss"] = self._ptx_backward(ptx_step)
+        return stats, ratios, False
 
     def _critic_backward(self, part: Rollout, learned: Targets, num_values: Tensor) -> dict[str, Tensor]:
         assert self.critic is not None
@@ -150,7 +190,8 @@ class Updater:
         rows = batch_indices(len(self.ptx_blocks), settings.ptx_batch_size, step, settings.seed)
         blocks = self.ptx_blocks[run.shard(rows)].to(run.device)
         length, total = blocks.shape[1] - 1, torch.zeros((), device=run.device)
-        for piece in run.accumulate(blocks.split(settings.microbatch_size or len(blocks)), self.policy):
+        for piece in run.accumulate(blocks.split(run.microbatch_size or len(blocks)), self.policy):
+            doing("the update", piece)
             logprobs, _, values = self.policy(piece, torch.ones_like(piece, dtype=torch.bool), length, 1.0)
             loss = -logprobs.sum() / (settings.ptx_batch_size * length)
             if values is not None:
@@ -161,6 +202,12 @@ class Updater:
 
     def _backward(self, loss: Tensor) -> None:
         self.run.accelerator.backward(loss * self.run.num_processes)  # DDP averages gradients over processes
+
+
+def _of_all(run: Runtime[PPOSettings], shares: dict[str, Tensor]) -> dict[str, float]:
+    """Sums over all processes of their shares."""
+    names = sorted(shares)
+    return dict(zip(names, run.sum(torch.stack([shares[name] for name in names])).tolist(), strict=True))
 
 
 class Ratios:
@@ -175,6 +222,11 @@ class Ratios:
         self.squares += torch.where(mask, (2 * log_ratio).exp(), 0.0).sum() / num_tokens
         found = [torch.where(mask, x, -torch.inf).amax() for x in (-log_ratio, log_ratio)]
         self.highest = torch.maximum(self.highest, torch.stack(found))
+
+    def merge(self, other: "Ratios") -> None:
+        """Take those of another optimiser step in."""
+        self.squares = self.squares + other.squares
+        self.highest = torch.maximum(self.highest, other.highest)
 
     def stats(self, run: Runtime[PPOSettings], num_steps: int, mean: float) -> dict[str, float]:
         """Over `num_steps` optimiser steps and all processes, in which the ratios average `mean`."""
@@ -206,10 +258,3 @@ class MovingAverage:
             current = parameter.detach().float().clone()
             parameter.copy_(self.weights[name])
             self.weights[name] = current
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.weights
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, weights in state.items():
-            self.weights[name].copy_(weights)

@@ -8,6 +8,8 @@ from rlhf.data.sources import TextSource
 from rlhf.stages.pretrain.presets import GPT, LLAMA, PARTS, PRESETS
 from rlhf.stages.settings import StageSettings, nearest
 
+TRAINED_TOKENIZERS = ("bpe", "characters")
+"""The values of `tokenizer` that ask for a new one."""
 _OWN_PARTS = {"llama": LLAMA, "gpt2": GPT, "decoder": LLAMA}
 """The parts of each architecture; decoder's are only where it starts from."""
 _OF_A_NEW_MODEL = (
@@ -22,7 +24,9 @@ class PretrainSettings(StageSettings):
 
     stage: ClassVar[str] = "pretrain"
     input_fields: ClassVar[tuple[str, ...]] = ("model",)
-    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {"preset", "sample_prompts", "sample_length"}
+    not_in_key: ClassVar[frozenset[str]] = (StageSettings.not_in_key - {"max_skipped"}) | {
+        "preset", "sample_prompts", "sample_length",
+    }  # fmt: skip
 
     data: list[TextSource]
     """Raw text: a file, a folder, a JSONL/Parquet column, a hub id or a module:function; or a list of them, each with
@@ -202,7 +206,7 @@ class PretrainSettings(StageSettings):
         """The model to train further, or a tokenizer that is taken as it is, if there is one."""
         if self.model is not None:
             return {"model": self.model}
-        return {} if self.tokenizer in ("bpe", "characters") else {"tokenizer": self.tokenizer}
+        return {} if self.tokenizer in TRAINED_TOKENIZERS else {"tokenizer": self.tokenizer}
 
     def result_settings(self) -> dict[str, Any]:
         """As everywhere; a tokenizer's digest stands for its path."""

@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlhf.data.collate import Blocks
 from rlhf.data.documents import Documents, Found, summary
-from rlhf.data.errors import RefusedError, SettingsError, first_line
+from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.sources import TextSource, digest
 from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import file_digest, replace_text
-from rlhf.stages.models import load_tokenizer
+from rlhf.stages.models import load_tokenizer, why_not_loaded
 from rlhf.stages.pretrain.config import PretrainSettings
-from rlhf.stages.pretrain.tokenizer import existing_tokenizer, is_trained_here, train_tokenizer
+from rlhf.stages.pretrain.tokenizer import existing_tokenizer, is_trained_here, num_ids, train_tokenizer
 from rlhf.stages.runtime import Runtime
 
 _LAYOUT = 1
@@ -82,9 +83,11 @@ def block_size(settings: PretrainSettings) -> int:
     if settings.model is None:
         return settings.block_size or settings.context_length
     try:
-        config = AutoConfig.from_pretrained(settings.model).get_text_config()
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
     except (OSError, ValueError) as error:
-        raise RefusedError(f"no causal language model in '{settings.model}': {first_line(error)}") from error
+        raise RefusedError(
+            f"no causal language model in '{settings.model}': {why_not_loaded(settings.model, error)}"
+        ) from error
     positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     if settings.block_size and settings.block_size > positions:
         raise SettingsError(
@@ -98,7 +101,8 @@ def write_tokens(
 ) -> None:
     """Write the ids of all documents into `folder`, and last meta.json with what they are."""
     found = documents.survey()
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+    dtype = np.dtype(np.uint16 if num_ids(tokenizer) <= 1 << 16 else np.uint32)
+    unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in (None, tokenizer.eos_token_id) else -1
     counts = [{"tokens": 0, "held_out_tokens": 0, "unknown": 0, "held_out_unknown": 0} for _ in found]
     waiting: deque[tuple[int, bool]] = deque()  # whose the texts are that the tokenizer has not given back yet
 
@@ -113,7 +117,7 @@ def write_tokens(
             (eval_file if is_held_out else train_file).write(np.asarray(ids, dtype).tobytes())
             side = "held_out_" if is_held_out else ""
             counts[number][f"{side}tokens"] += len(ids)
-            counts[number][f"{side}unknown"] += ids.count(tokenizer.unk_token_id)
+            counts[number][f"{side}unknown"] += ids.count(unknown)
             if done % 1000 == 0:
                 say(f"tokenised {done:,} documents", now_and_then=True)
     parts = [_described(part) | count for part, count in zip(found, counts, strict=True)]
@@ -159,15 +163,20 @@ def _short_hash(parts: list[Any]) -> str:
 
 
 def _make_once(folder: Path, is_whole: Callable[[Path], bool], make: Callable[[Path], None]) -> None:
-    """Let `make` fill a folder beside this one and swap it in, unless the folder is there and whole."""
-    if is_whole(folder):
-        return
-    writing = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
-    make(writing)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(writing, folder)
+    """Let `make` fill a folder beside this one and swap it in, unless the folder is there and whole.
+
+    Stages of one run that were started by hand at the same time wait for each other.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / ".lock"):
+        if is_whole(folder):
+            return
+        writing = folder.with_name(f".{folder.name}.writing")
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir()
+        make(writing)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(writing, folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -72,8 +72,10 @@ def non_embedding_parameters(model: PreTrainedModel) -> int:
 def flops_per_token(model: PreTrainedModel, block_size: int) -> float:
     """Floating-point operations of forward and backward pass per token: 6 N + 12 · layers · width · block size.
 
-    N counts all weights (Chowdhery et al. 2022, appendix B; its embeddings serve as the logits' matrix, too).
+    N counts the weights that are multiplied with, which embeddings are only where they make the logits, too (Chowdhery
+    et al. 2022, appendix B).
     """
     config = model.config.get_text_config()
     attention = 12 * config.num_hidden_layers * config.hidden_size * min(block_size, num_positions(model))
-    return float(6 * model.num_parameters() + attention)
+    weights = non_embedding_parameters(model) + model.get_output_embeddings().weight.numel()
+    return float(6 * weights + attention)

@@ -6,7 +6,7 @@ bfloat16 on a GPU and in float32 elsewhere; the steps are otherwise the same.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,17 +31,25 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices alone; the step is scaled by sqrt(max(1, rows / columns)), as in Jordan's own.
+    """For matrices alone; the step is scaled by sqrt(max(1, outputs / inputs)), as in Jordan's own.
 
+    `matrices` are of outputs × inputs, `turned` of inputs × outputs (GPT-2's).
     `found_inf`, a tensor on the device, is read as torch's fused optimizers read it: where it is 1, nothing changes.
     """
 
     found_inf: Tensor | None = None
 
     def __init__(
-        self, weights: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
+        self,
+        matrices: Sequence[torch.nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        turned: Sequence[torch.nn.Parameter] = (),
     ) -> None:
-        super().__init__(weights, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        groups = [{"params": list(matrices), "turned": False}, {"params": list(turned), "turned": True}]
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__([group for group in groups if group["params"]], defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -68,5 +76,6 @@ class Muon(torch.optim.Optimizer):
         ahead = grad.lerp(average, group["momentum"])  # Nesterov's look ahead
         steps = orthogonalised(ahead.bfloat16() if ahead.is_cuda else ahead) * (1 - stop)
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * (1 - stop))
-        scale = max(1.0, shape[0] / shape[1]) ** 0.5
+        outputs, inputs = reversed(shape) if group["turned"] else shape
+        scale = max(1.0, outputs / inputs) ** 0.5
         torch._foreach_add_(weights, list(steps.to(ahead.dtype).unbind()), alpha=-group["lr"] * scale)

@@ -10,6 +10,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from rlhf.stages.models import logit_rule
+
 LOGITS_AT_ONCE, COMPILED_AT_ONCE = 2**27, 2**28
 """Numbers in the piece of the logits that is in memory; compiled, there are no copies of it beside."""
 
@@ -76,22 +78,23 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    total: Tensor = _HeadLoss.apply(hidden, weight, targets)
+    total: Tensor = _HeadLoss.apply(hidden, weight, targets, torch.is_grad_enabled())
     return total
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> Tensor:
         at_once = COMPILED_AT_ONCE if torch.compiler.is_compiling() else LOGITS_AT_ONCE
         size = max(at_once // len(weight), 1)
         head = weight.to(hidden.dtype)  # [V,d]
         total = torch.zeros((), device=hidden.device)
-        grad_hidden, grad_weight = [], torch.zeros_like(weight)
+        grad_hidden: list[Tensor] = []
+        grad_weight = torch.zeros_like(weight) if learns else weight
         for states, labels in zip(hidden.split(size), targets[:, None].split(size), strict=True):
             logprobs = (states @ head.T).float().log_softmax(-1)  # [n,V]
             total = total - logprobs.gather(-1, labels).sum()
-            if any(ctx.needs_input_grad):
+            if learns:  # an evaluation needs none of it
                 one_hot = labels == torch.arange(len(head), device=labels.device)
                 slopes = (logprobs.exp() - one_hot.float()).to(hidden.dtype)  # of the loss by the logits
                 grad_hidden.append(slopes @ head)
@@ -101,14 +104,16 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None
+        return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None, None
 
 
 @torch.no_grad()
 def takes_logits_straight(model: PreTrainedModel) -> bool:
     """Whether logits are nothing but the last hidden state times the output embeddings: no scale, cap or bias."""
+    if logit_rule(model) != (1.0, None) or getattr(model.get_output_embeddings(), "bias", None) is not None:
+        return False
     was_training = model.training
     model.eval()
     ids = torch.arange(8, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]

@@ -9,16 +9,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf.data.tokens import ROLE_TOKENS, ensure_chat_template
 from rlhf.stages.models import load_tokenizer
-from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.pretrain.config import TRAINED_TOKENIZERS, PretrainSettings
 
 END_OF_TEXT, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unk|>"
-TRAINED = ("bpe", "characters")
-"""The values of `tokenizer` that ask for a new one."""
 
 
 def is_trained_here(settings: PretrainSettings) -> bool:
     """Whether the stage makes a tokenizer from its text."""
-    return settings.model is None and settings.tokenizer in TRAINED
+    return settings.model is None and settings.tokenizer in TRAINED_TOKENIZERS
 
 
 def existing_tokenizer(settings: PretrainSettings) -> PreTrainedTokenizerBase:
@@ -38,7 +36,10 @@ def train_tokenizer(texts: Iterable[str], settings: PretrainSettings) -> PreTrai
     """
     if settings.tokenizer == "characters":
         special = [END_OF_TEXT, UNKNOWN, *settings.special_tokens]
-        tokens = [*special, *sorted(set().union(*texts))]
+        found: set[str] = set()
+        for text in texts:  # one at a time: a text that streams does not fit into memory
+            found.update(text)
+        tokens = [*special, *sorted(found)]
         # Without merges BPE is one token per character, and what it does not know is unknown character by character.
         backend = Tokenizer(
             BPE({token: place for place, token in enumerate(dict.fromkeys(tokens))}, [], unk_token=UNKNOWN)
@@ -73,4 +74,9 @@ def train_tokenizer(texts: Iterable[str], settings: PretrainSettings) -> PreTrai
 
 def padded_vocab_size(tokenizer: PreTrainedTokenizerBase, multiple: int) -> int:
     """Embeddings for all tokens, rounded up to a multiple."""
-    return -(-len(tokenizer) // multiple) * multiple
+    return -(-num_ids(tokenizer) // multiple) * multiple
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id; some tokenizers leave ids out."""
+    return max(tokenizer.get_vocab().values()) + 1

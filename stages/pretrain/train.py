@@ -5,7 +5,6 @@ Run by hand: `accelerate launch -m rlhf.stages.pretrain FOLDER`, where FOLDER ho
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,17 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from rlhf.data.collate import Blocks, document_mask
-from rlhf.stages.artifact import read_settings
+from rlhf.data.errors import SettingsError
+from rlhf.stages.artifact import copy_folder, read_settings
+from rlhf.stages.bad_numbers import how_to_go_on
+from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.generation import sample
 from rlhf.stages.models import hand_over, num_positions, save_folder
-from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, trained
+from rlhf.stages.optimizers import adamw, learning_rate_at, scaled_step, set_learning_rate, trained
+from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.corpus import prepare
 from rlhf.stages.pretrain.health import Health
@@ -28,6 +32,7 @@ from rlhf.stages.pretrain.objective import NextTokenLoss
 from rlhf.stages.runtime import Runtime
 
 
+@explained
 def train(folder: str | Path) -> dict[str, Any]:
     """Run the stage in `folder` (resuming if it was interrupted) and seal it; returns the final metrics."""
     folder = Path(folder)
@@ -38,7 +43,9 @@ def train(folder: str | Path) -> dict[str, Any]:
     tokenizer, eos = corpus.tokenizer, corpus.tokenizer.eos_token_id
     batch_size = run.batch_size(*global_batch(settings, corpus.block_size), len(corpus.rows))
     model = make_model(settings, tokenizer)
+    prompts = sample_prompts(settings, model, tokenizer)
     run.flops_per_token = flops_per_token(model, corpus.block_size)
+    run.in_memory = weights_in_memory(model)
     optimizers = make_optimizers(model, settings)
     loss_of, *optimizers = run.accelerator.prepare(
         NextTokenLoss(model, settings.compile and run.device.type == "cuda"), *optimizers
@@ -47,6 +54,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, {corpus.rows.num_tokens:,} training "
         f"tokens, {corpus.eval_rows.num_tokens:,} held out; {run.precision} on {run.device_name}"
     )
+    run.seed(per_process=True)  # dropout differs between processes
     step, health = run.resume(), Health(settings, run.state)
     while step < settings.num_steps:
         rates = set_learning_rates(optimizers, settings, model.config.hidden_size, step)
@@ -67,13 +75,13 @@ def train(folder: str | Path) -> dict[str, Any]:
             continue
         row: dict[str, Any] = {"num_tokens": step * batch_size * corpus.block_size, **rates}
         if health.is_well:
-            row |= {"loss": health.loss, "grad_norm": health.grad_norm}
-        if health.state["num_skipped"]:
-            row["num_skipped"] = health.state["num_skipped"]
+            row |= {"loss": health.loss}
+            if math.isfinite(health.grad_norm):  # a scaler of float16 looks for its scale by overflowing
+                row |= {"grad_norm": health.grad_norm}
         if evaluate_now:
             with run.clock_stopped():
                 row["val_loss"] = validation_loss(run, run.unwrap(loss_of), corpus.eval_rows, eos)
-                show_samples(run, model, tokenizer, step)
+                show_samples(run, model, tokenizer, prompts, step)
             if row["val_loss"] < run.state.get("best_val_loss", math.inf):
                 run.state |= {"best_val_loss": row["val_loss"], "best_step": step, "num_tokens": row["num_tokens"]}
                 run.on_main(lambda: save_folder(folder / "checkpoints" / "best", model, tokenizer))
@@ -81,9 +89,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         run.checkpoint(step, good=health.is_well)
         if evaluate_now and has_stalled(run, step):
             break
-    if "best_val_loss" not in run.state:
-        raise RuntimeError("the validation loss was never a number; lower pretrain.learning_rate")
-    run.on_main(lambda: shutil.copytree(folder / "checkpoints" / "best", folder / "model", dirs_exist_ok=True))
+    run.on_main(lambda: copy_folder(folder / "checkpoints" / "best", folder / "model"))
     return run.finish(final_metrics(run, model, tokenizer), hand_over(tokenizer, model))
 
 
@@ -98,14 +104,19 @@ def make_optimizers(model: PreTrainedModel, settings: PretrainSettings) -> list[
     """AdamW for all weights, or Muon for the matrices of the blocks and AdamW for the others."""
     weights = trained(model)
     matrices: list[torch.nn.Parameter] = []
+    turned: set[int] = set()
     if settings.optimizer == "muon":
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
         embeddings.add(id(model.get_output_embeddings().weight))
         matrices = [p for p in weights.values() if p.ndim == 2 and id(p) not in embeddings]
+        turned = {id(m.weight) for m in model.modules() if isinstance(m, Conv1D)}  # GPT-2's, of inputs × outputs
     taken = {id(p) for p in matrices}
     others = [p for p in weights.values() if id(p) not in taken]
     found: list[torch.optim.Optimizer] = [adamw(others, 0.0, settings.weight_decay, settings.adam_beta2)]
-    return [*found, Muon(matrices, 0.0, settings.weight_decay)] if matrices else found
+    if matrices:
+        plain, across = ([p for p in matrices if (id(p) in turned) == is_turned] for is_turned in (False, True))
+        found.append(Muon(plain, 0.0, settings.weight_decay, turned=across))
+    return found
 
 
 def set_learning_rates(
@@ -117,10 +128,12 @@ def set_learning_rates(
         peak = (1.0 if peak is None else peak) * hidden_size**-0.5
     peaks = {"learning_rate": 1e-3 if peak is None else peak, "muon_learning_rate": settings.muon_learning_rate}
     warmup = settings.warmup_steps
+    warmup = round(warmup * settings.num_steps if warmup < 1 else warmup)
+    if settings.schedule == "noam":  # whose highest rate is peak · warmup^-0.5
+        peaks["muon_learning_rate"] *= max(warmup, 1) ** 0.5
     rates = {
         name: learning_rate_at(
-            step, settings.num_steps, peak, round(warmup * settings.num_steps if warmup < 1 else warmup),
-            settings.end_share, settings.schedule, settings.decay_share,
+            step, settings.num_steps, peak, warmup, settings.end_share, settings.schedule, settings.decay_share
         )
         for name, peak in list(peaks.items())[: len(optimizers)]
     }  # fmt: skip
@@ -143,21 +156,30 @@ def optimise(
     """
     rows = run.shard(list(range(len(batch))))
     num_tokens = batch[:, 1:].numel()  # of the whole step, all processes: each token weighs the same
-    total = torch.zeros((), device=run.device)
-    for micro in run.microbatches(rows, loss_of):
-        loss = loss_of(**inputs_of(run, batch[micro], eos)) / num_tokens
-        run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
-        total += loss.detach()
+
+    def gradients() -> Tensor:
+        """Of this process's share; its loss."""
+        total = torch.zeros((), device=run.device)
+        for micro in run.microbatches(rows, loss_of):
+            doing("the update", batch[micro])
+            loss = loss_of(**inputs_of(run, batch[micro], eos)) / num_tokens
+            run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
+            total += loss.detach()
+        return total
+
+    total = within_memory(run, len(rows), gradients, loss_of)
     run.count_tokens(len(rows) * (batch.shape[1] - 1))
     norm = run.accelerator.clip_grad_norm_(loss_of.parameters(), run.settings.max_grad_norm)
-    loss = run.sum(total)
-    # A scaler of float16 leaves out steps itself: those whose gradients overflow while it looks for its scale.
-    fine = torch.isfinite(loss + norm) & (loss <= limit) if run.accelerator.scaler is None else torch.isfinite(loss)
-    skipped = (~fine).float()
-    for optimizer in optimizers:
-        optimizer.optimizer.found_inf = skipped  # read on the device by torch's fused AdamW, and by our Muon
-        optimizer.step()
-        optimizer.zero_grad()
+    loss, scaler = run.sum(total), run.accelerator.scaler
+    if scaler is None:
+        skipped = (~(torch.isfinite(loss + norm) & (loss <= limit))).float()
+        for optimizer in optimizers:
+            optimizer.optimizer.found_inf = skipped  # read on the device by torch's fused AdamW, and by our Muon
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        skipped = (~(torch.isfinite(loss) & (loss <= limit))).float()
+        scaled_step(scaler, [optimizer.optimizer for optimizer in optimizers], take=not skipped.item())
     return torch.stack([loss, norm, skipped])
 
 
@@ -177,7 +199,9 @@ def go_back(run: Runtime[PretrainSettings], health: Health, fault: str | None) -
     lost = dict(run.state)
     cure = "training diverged; lower pretrain.learning_rate"
     if len(lost["rollbacks"]) >= run.settings.max_rollbacks:
-        raise RuntimeError(f"{fault}, after going back {len(lost['rollbacks'])} times: {cure}")
+        newest = run.from_main(lambda: newest_checkpoint(run.folder))
+        to_go_on = how_to_go_on(newest.step if newest else None)
+        raise RuntimeError(f"{fault}, after going back {len(lost['rollbacks'])} times: {cure}. {to_go_on}")
     back = run.go_back()
     if back is None:
         raise RuntimeError(f"{fault}, and no checkpoint to go back to: {cure}, or pretrain.save_every")
@@ -193,6 +217,7 @@ def validation_loss(run: Runtime[PretrainSettings], loss_of: NextTokenLoss, rows
     total = torch.zeros(2, dtype=torch.float64)
     for some in run.chunks(len(rows), run.settings.global_batch_size):
         blocks = rows[some]
+        doing("evaluation", blocks)
         with run.accelerator.autocast():
             loss = loss_of.losses(**inputs_of(run, blocks, eos))
         total += torch.tensor([loss.item(), blocks[:, 1:].numel()], dtype=torch.float64)
@@ -201,14 +226,32 @@ def validation_loss(run: Runtime[PretrainSettings], loss_of: NextTokenLoss, rows
     return (total[0] / total[1]).item()
 
 
+def sample_prompts(
+    settings: PretrainSettings, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """Ids of the texts that samples go on with. Raises SettingsError for one that is empty or leaves no room."""
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in settings.sample_prompts]
+    for text, ids in zip(settings.sample_prompts, prompts, strict=True):
+        if not 0 < len(ids) < num_positions(model):
+            raise SettingsError(
+                f"pretrain.sample_prompts: {text!r} has {len(ids)} tokens; the model has {num_positions(model)} "
+                "positions, and a sample needs one token at least to begin with and one more to go on"
+            )
+    return prompts
+
+
 def show_samples(
-    run: Runtime[PretrainSettings], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, step: int
+    run: Runtime[PretrainSettings],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    step: int,
 ) -> None:
     """Let the model go on with the texts of `sample_prompts`; the training's random stream is left as it was."""
     settings = run.settings
-    if not settings.sample_prompts or not run.is_main:
+    if not prompts or not run.is_main:
         return
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in settings.sample_prompts]
+    doing("sampling")
     model.eval()
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), run.accelerator.autocast():
         torch.manual_seed(settings.seed)
@@ -227,9 +270,9 @@ def show_samples(
 def has_stalled(run: Runtime[PretrainSettings], step: int) -> bool:
     """Whether the last `early_stopping_patience` validation losses brought no new best one."""
     patience = run.settings.early_stopping_patience
-    stalled = patience is not None and step - run.state.get("best_step", 0) >= patience * run.settings.eval_every
+    stalled = patience is not None and step - run.state["best_step"] >= patience * run.settings.eval_every
     if stalled and step < run.settings.num_steps:
-        run.say(f"stops early at step {step}: no better validation loss since step {run.state.get('best_step', 0)}")
+        run.say(f"stops early at step {step}: no better validation loss since step {run.state['best_step']}")
     return stalled
 
 
@@ -244,6 +287,5 @@ def final_metrics(
         "vocab_size": len(tokenizer),
         "num_parameters": model.num_parameters(),
         "num_non_embedding_parameters": non_embedding_parameters(model),
-        "num_skipped": run.state["num_skipped"],
         "rollbacks": run.state["rollbacks"],
     }

@@ -16,6 +16,7 @@ from rlhf.stages.artifact import replace_text
 from rlhf.stages.generation import sample
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import load_policy
+from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
 
@@ -70,6 +71,7 @@ def sample_answers(
         batch = jobs[start : start + _AT_ONCE]
         if not batch:
             continue
+        doing("sampling")
         with run.accelerator.autocast():
             responses = sample(
                 policy, [encoded[i] for i in batch], settings.max_new_tokens, settings.temperature,

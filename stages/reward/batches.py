@@ -73,16 +73,16 @@ def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
     return numbers, torch.arange(width) < torch.tensor(list(map(len, rows)))[:, None]
 
 
-def passes(settings: RewardSettings, data: Sequence[Ranked], rows: list[int]) -> list[list[int]]:
-    """`rows` of the data cut into forward passes by `microbatch_size` and `microbatch_tokens`; one without either.
+def passes(data: Sequence[Ranked], rows: list[int], max_rows: int | None, max_tokens: int | None) -> list[list[int]]:
+    """`rows` of the data cut into forward passes of at most `max_rows` and `max_tokens`; one without either.
 
     Whole prompts, those with about equally long answers together, so that little is padding.
     """
-    if not (settings.microbatch_size or settings.microbatch_tokens):
+    if not (max_rows or max_tokens):
         return [rows] if rows else []
     longest = [max(len(answer.input_ids) for answer in row.answers) for row in data]
     counts = [len(row.answers) for row in data]
-    cut = pieces([0] * len(data), longest, settings.microbatch_size, rows, counts, settings.microbatch_tokens)
+    cut = pieces([0] * len(data), longest, max_rows, rows, counts, max_tokens)
     return [piece.rows for piece in cut]
 
 

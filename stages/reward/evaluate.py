@@ -1,6 +1,7 @@
 """How good the reward model is, from its scores of the held-out answers: each read once, shared by the processes."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from rlhf.data.rows import prompt_text
 from rlhf.data.tokens import encode_example
 from rlhf.stages.artifact import replace_text
 from rlhf.stages.models import ScalarModel, load_scalar, load_tokenizer, num_positions
+from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.batches import Batch, Ranked, collate, padded, passes
 from rlhf.stages.reward.card import Scored, accuracy_of, agreement, ordered_pairs, report_card, worst_pairs
 from rlhf.stages.reward.config import RewardSettings
@@ -21,7 +23,8 @@ from rlhf.stages.reward.objective import ranking_accuracy
 from rlhf.stages.runtime import Runtime
 
 Others = dict[str, list[list[float] | None]]
-"""Scores of each held-out prompt's answers by other reward models; None where one has no room for an answer."""
+"""Scores of each held-out prompt's answers by other reward models; None where one has no room for an answer, or a score
+that is not finite."""
 
 
 def refuse_nothing_to_measure(data: list[Ranked]) -> None:
@@ -40,12 +43,13 @@ def scored(
     """This process's share of the data in forward passes: (row numbers, scores [N,K], what was read)."""
     model.eval()
     settings = run.settings
-    if settings.microbatch_size or settings.microbatch_tokens:
-        cut = passes(settings, data, run.shard(list(range(len(data)))))
+    if run.microbatch_size or settings.microbatch_tokens:
+        cut = passes(data, run.shard(list(range(len(data)))), run.microbatch_size, settings.microbatch_tokens)
     else:
         cut = list(run.chunks(len(data), settings.global_batch_size))
     for rows in cut:
         part = collate([data[i] for i in rows], pad, run.device)
+        doing("evaluation", part.ids)
         yield rows, part.by_prompt(model.pool(model(part.ids, part.attention), part.response)), part
 
 
@@ -53,11 +57,18 @@ def accuracy(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked
     """Share of held-out pairs in the right order, each counted once; equal scores count one half."""
     total = torch.zeros(2, dtype=torch.float64)
     for _, scores, part in scored(run, model, data, pad):
-        if not scores.isfinite().all():
-            raise RuntimeError("scores are no numbers any more: training diverged; lower reward.learning_rate")
+        refuse_no_numbers(scores)
         total += torch.stack(ranking_accuracy(scores, part.ranks, part.mask)).cpu()
     correct, pairs = run.sum(total).tolist()
     return correct / pairs
+
+
+def refuse_no_numbers(scores: Tensor) -> None:
+    """Scores that are not finite must neither be averaged nor compared."""
+    if bad := int((~scores.isfinite()).sum()):
+        raise RuntimeError(
+            f"{bad} of {scores.numel()} scores are no finite numbers: training diverged; lower reward.learning_rate"
+        )
 
 
 def longer_wins_accuracy(data: list[Ranked]) -> float:
@@ -113,10 +124,16 @@ def scores_of_others(run: Runtime[RewardSettings], data: list[Ranked]) -> Others
                 read.append(replace(row, answers=answers))
                 places.append(place)
         scores: list[list[float] | None] = [None] * len(data)
+        bad = 0
         for place, its_scores in zip(places, all_scores(run, model, read, tokenizer.pad_token_id), strict=True):
-            scores[place] = its_scores
+            if all(map(math.isfinite, its_scores)):
+                scores[place] = its_scores
+            else:
+                bad += 1
         if len(read) < len(data):
             run.say(f"{reference} has no room for answers to {len(data) - len(read)} of {len(data)} held-out prompts")
+        if bad:
+            run.say(f"{reference} gives no finite scores to answers to {bad} of {len(data)} held-out prompts; left out")
         found[reference] = scores
     return found
 

@@ -18,6 +18,7 @@ from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Ranking, prompt_key, read_rankings
 from rlhf.stages import adapters
 from rlhf.stages.artifact import model_digest, read_settings
+from rlhf.stages.bad_numbers import count_step, take_step
 from rlhf.stages.models import (
     PolicyModel,
     ScalarModel,
@@ -29,6 +30,7 @@ from rlhf.stages.models import (
     save_folder,
 )
 from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, trained
+from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.reward.answers import judged, with_sampled_answers
 from rlhf.stages.reward.batches import Batch, Ranked, collate, encode_rows, padded, passes
 from rlhf.stages.reward.config import RewardSettings
@@ -36,6 +38,7 @@ from rlhf.stages.reward.evaluate import (
     accuracy,
     grade,
     longer_wins_accuracy,
+    refuse_no_numbers,
     refuse_nothing_to_measure,
     scored,
     scores_of_others,
@@ -44,6 +47,7 @@ from rlhf.stages.reward.objective import comparable, margins, ranking_loss
 from rlhf.stages.runtime import Runtime
 
 
+@explained
 def train(folder: str | Path) -> dict[str, Any]:
     """Run the stage in `folder` (resuming if it was interrupted) and seal it; returns the final metrics."""
     folder = Path(folder)
@@ -70,6 +74,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         adapters.add_lora(model.classifier, settings.lora)
         adapters.checkpoint_trained_only(run.accelerator)
     optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
+    run.in_memory = weights_in_memory(model, *([lm_head] if lm_head else []))
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
     run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
@@ -82,13 +87,15 @@ def train(folder: str | Path) -> dict[str, Any]:
         )
         set_learning_rate(optimizer, learning_rate)
         batch = [data[i] for i in batch_indices(len(data), batch_size, step, settings.seed)]
-        row = optimise(run, model, optimizer, batch, pad, lm_head) | {"learning_rate": learning_rate}
+        found = optimise(run, model, optimizer, batch, pad, lm_head)
         done = step + 1
+        taken = count_step(run, done, found)
+        row = {**(found if taken else {}), "learning_rate": learning_rate}
         evaluate_now = done % settings.eval_every == 0 or done == run.num_steps
         if evaluate_now:
             row["accuracy"] = accuracy(run, run.unwrap(model), eval_data, pad)
         run.log(done, row, force=evaluate_now)
-        run.checkpoint(done)
+        run.checkpoint(done, good=taken)
     scorer = run.unwrap(model)
     scorer.mean, scorer.std = normaliser(run, scorer, data, pad)
     run.on_main(lambda: save(folder, scorer, settings, tokenizer))
@@ -169,7 +176,8 @@ def optimise(
 ) -> dict[str, float]:
     """One optimiser step; every answer is read once, and each prompt weighs the same however many it has.
 
-    Returns the losses, that of the ranking without margins, and the gradient's norm.
+    Returns the losses, that of the ranking without margins, and the gradient's norm. Where one of them is not finite,
+    the step was not taken.
     """
     settings = run.settings
     model.train()
@@ -180,30 +188,36 @@ def optimise(
         ranking_loss, loss=settings.loss, ties=settings.ties, label_smoothing=settings.label_smoothing,
         centering=settings.centering, num_prompts=num_prompts,
     )  # fmt: skip
-    totals = torch.zeros(2, device=run.device)
     mine = run.shard(list(range(len(batch))))
-    for rows in run.accumulate(passes(settings, batch, mine), model):
-        part = collate([batch[i] for i in rows], pad, run.device)
-        lm_loss = torch.zeros((), device=run.device)
-        if lm_head is None:
-            values = model(part.ids, part.attention)
-        else:
-            values, hidden = model(part.ids, part.attention, with_hidden=True)
-            lm_loss = language_loss(lm_head, hidden, part, num_tokens)
-        scores = part.by_prompt(run.unwrap(model).pool(values, part.response))
-        plain = loss = of_ranking(scores, part.ranks, part.mask)
-        if settings.margin_scale:
-            loss = of_ranking(scores, part.ranks, part.mask, margin=margins(part.strengths, settings.margin_scale))
-        loss = loss + settings.lm_coef * lm_loss
-        run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
-        totals += torch.stack([plain.detach(), lm_loss.detach()])
+
+    def gradients() -> Tensor:
+        """Of this process's share; its losses."""
+        totals = torch.zeros(2, device=run.device)
+        for rows in run.accumulate(passes(batch, mine, run.microbatch_size, settings.microbatch_tokens), model):
+            part = collate([batch[i] for i in rows], pad, run.device)
+            doing("the update", part.ids)
+            lm_loss = torch.zeros((), device=run.device)
+            if lm_head is None:
+                values = model(part.ids, part.attention)
+            else:
+                values, hidden = model(part.ids, part.attention, with_hidden=True)
+                lm_loss = language_loss(lm_head, hidden, part, num_tokens)
+            scores = part.by_prompt(run.unwrap(model).pool(values, part.response))
+            plain = loss = of_ranking(scores, part.ranks, part.mask)
+            if settings.margin_scale:
+                loss = of_ranking(scores, part.ranks, part.mask, margin=margins(part.strengths, settings.margin_scale))
+            loss = loss + settings.lm_coef * lm_loss
+            run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
+            totals += torch.stack([plain.detach(), lm_loss.detach()])
+        return totals
+
+    of_ranks, of_language = run.sum(within_memory(run, len(mine), gradients, model)).tolist()
     run.count_tokens(sum(len(answer.input_ids) for i in mine for answer in batch[i].answers))
     grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    of_ranks, of_language = run.sum(totals).tolist()
     found = {"loss": of_ranks, "grad_norm": float(grad_norm)}
-    return found if lm_head is None else found | {"lm_loss": of_language}
+    found |= {} if lm_head is None else {"lm_loss": of_language}
+    take_step(run, [optimizer], found)
+    return found
 
 
 def language_loss(lm_head: PolicyModel, hidden: Tensor, part: Batch, num_tokens: int) -> Tensor:
@@ -221,6 +235,7 @@ def normaliser(run: Runtime[RewardSettings], model: ScalarModel, data: list[Rank
         return 0.0, 1.0
     total = torch.zeros(5, dtype=torch.float64)
     for _, scores, part in scored(run, model, data, pad):
+        refuse_no_numbers(scores)
         kept = scores[part.mask].cpu().double()
         best = kept[part.best.cpu()]
         counts = torch.tensor([float(len(kept)), float(len(best))])

@@ -51,6 +51,10 @@ class SFTSettings(StageSettings):
             "max_length", "seed", "bf16", "fp16", "use_cpu", "logging_steps", "save_steps", "report_to",
         }  # fmt: skip
         for name in args:
+            if name == "hub_token":
+                raise ValueError(
+                    "'hub_token' would be written into settings.yaml; set HF_TOKEN in the environment instead"
+                )
             if name in ours:
                 raise ValueError(f"'{name}' has a setting of its own in this section or follows from one")
             if name not in known:

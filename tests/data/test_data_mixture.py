@@ -73,3 +73,11 @@ def test_no_source_waits_longer_than_it_must() -> None:
     places = [place for place, number in enumerate(numbers) if number == 0]
     assert all(last < 20 for last in (b - a for a, b in pairwise(places)))
     assert list(accumulate(number == 2 for number in numbers))[-1] == 80
+
+
+def test_weights_without_a_short_period_are_followed_without_remembering_every_turn() -> None:
+    turns = Turns([1234567891, 987654321, 55555557])
+    numbers = [turns[place][0] for place in range(3000)]
+    assert [numbers.count(number) for number in range(3)] == [1626, 1301, 73]  # 1625.7, 1300.6 and 73.2 of 3000
+    assert turns[10] == Turns([1234567891, 987654321, 55555557])[10]
+    assert all(size < 10 for size in (len(value) for value in vars(turns).values() if isinstance(value, list)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.data import tokens
 from rlhf.data.errors import DataError
 from rlhf.data.tokens import (
     Encoded,
@@ -269,3 +270,18 @@ def test_special_tokens_spelt_in_a_document_stay_text(tokenizer: Any) -> None:
     assert [id for id in ids if id <= ASSISTANT] == [EOS] == ids[-1:]
     assert tokenizer.decode(ids[:-1]) == SPELT
     assert tokenizer("<s>")["input_ids"] == [BOS]  # only our own calls are changed
+
+
+def test_a_long_document_encoded_line_by_line_has_the_ids_of_the_whole(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = []
+    encode = tokens._text_ids
+    monkeypatch.setattr(tokens, "_text_ids", lambda t, text: pieces.append(text) or encode(t, text))
+    text = "the fox\n\n  jumps\nover 12\nthe blue\n" * 40
+    [whole] = encode_documents(tokenizer, [text])
+    monkeypatch.setattr(tokens, "_LONG", 100)
+    assert list(encode_documents(tokenizer, ["a", text, "b"])) == [
+        *encode_documents(tokenizer, ["a"]), whole, *encode_documents(tokenizer, ["b"]),
+    ]  # fmt: skip
+    assert len([piece for piece in pieces if piece != text and len(piece) > 100]) > 10

@@ -161,3 +161,15 @@ def use_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return name
+
+
+def test_a_file_that_is_there_and_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+
+    def broken(self: Path, mode: str = "r", *_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", broken)
+    for ask in (rows_of, lambda path: digest(Source(path=str(path)))):
+        with pytest.raises(DataError, match=r"a\.jsonl: cannot be read: .*Permission denied"):
+            ask(tmp_path / "a.jsonl")

@@ -18,8 +18,8 @@ import pytest
 from rlhf.data.errors import RefusedError
 from rlhf.pipeline import launch
 from rlhf.pipeline.errors import RunFailed
+from rlhf.pipeline.lock import held
 from rlhf.pipeline.recipe import Recipe, load_recipe
-from rlhf.pipeline.summary import held
 
 STAGE = """
 import json, os, signal, sys, time
@@ -228,9 +228,9 @@ def test_workers_of_a_group_save_and_are_gone(
     groups: list[int] = []
     watched = launch._watched
 
-    def watch(group: int, lock: int) -> AbstractContextManager[None]:
+    def watch(mark: str, group: int, *others: Any) -> AbstractContextManager[None]:
         groups.append(group)
-        return watched(group, lock)
+        return watched(mark, group, *others)
 
     running = Path("status.json").absolute()
 
@@ -249,7 +249,7 @@ def test_workers_of_a_group_save_and_are_gone(
             launch.run_stage("sft", Path(), two, lock)
     told = [Path(f"worker-{rank}").read_text().split() for rank in (0, 1)]
     assert told[0] == told[1]
-    assert (told[0][0], told[0][2]) == ("2", "300")
+    assert (told[0][0], told[0][2]) == ("2", "35")  # stop_within and a little more
     assert told[0][1] != "29500"
     assert all(Path(f"saved-{rank}").exists() for rank in (0, 1)) != kill_launcher
     until = monotonic() + 5
@@ -265,7 +265,7 @@ def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(
     from pathlib import Path
     from rlhf.pipeline import launch
     from rlhf.pipeline.recipe import load_recipe
-    from rlhf.pipeline.summary import held
+    from rlhf.pipeline.lock import held
     import sys
     launch.stays_in_process = lambda recipe: False
     launch.command = lambda *_: ([sys.executable, "-c", {(STAGE + "time.sleep(60)")!r}], {{}})

@@ -11,6 +11,7 @@ from rlhf.pipeline.plan import Scope, Step, make_plan
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.runner import run
 from rlhf.stages.artifact import Identity, identify
+from rlhf.stages.checkpoints import clear, swap_in
 from rlhf.stages.settings import StageSettings
 
 RUN = Path("run")
@@ -92,13 +93,18 @@ def test_a_folder_without_manifest_is_resumed_from_its_newest_whole_checkpoint(f
     assert folder is not None
     (folder / "manifest.json").unlink()
     assert plan()["reward"].reason == "interrupted before its first checkpoint; starts over"
-    for step, name in ((4, "state.json"), (6, "half-written")):
-        checkpoint = folder / "checkpoints" / f"step-{step:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / name).write_text("{}")
+    for step in (4, 6):
+        (clear(folder) / "weights").write_text("abc")
+        swap_in(folder, step, processes=1, device="cpu", state={})
+    (folder / "checkpoints" / "step-00000006" / "weights").write_text("ab")
     steps = plan()
     assert actions(steps) == ["reuse", "reuse", "resume", "run"]
-    assert steps["reward"].reason == "interrupted; goes on from step 4 of 10"
+    passed_over = "passed over the checkpoint step-00000006: weights has 2 bytes, not 3"
+    assert steps["reward"].reason == f"interrupted; {passed_over}; goes on from step 4 of 10"
+    (folder / "checkpoints" / "step-00000004" / "state.json").unlink()
+    assert plan()["reward"].reason.endswith(
+        "passed over the checkpoint step-00000004: it has no state.json; starts over"
+    )
 
 
 def test_force_makes_a_sibling_and_later_runs_use_it(finished: Path, stages: FakeStages) -> None:

@@ -1,6 +1,8 @@
 """What is refused before anything runs or is written."""
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 
@@ -8,12 +10,13 @@ import pytest
 from pipeline_world import FakeStages, contents, write_rows
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
-from rlhf.pipeline import runner, summary
+from rlhf.pipeline import lock, runner
 from rlhf.pipeline.errors import RunFailed
+from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import make_plan
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.pipeline.summary import held
 from rlhf.stages.artifact import file_digest
+from rlhf.stages.checkpoints import clear, swap_in
 
 RUN = Path("run")
 
@@ -174,11 +177,10 @@ def test_blocks_must_fit_into_a_model_that_is_trained_further(world: Path, stage
 
 def test_only_a_complete_checkpoint_is_gone_on_from(world: Path, stages: FakeStages) -> None:
     def break_after_step_7(folder: Path) -> None:
-        for step, size in ((7, 3), (9, 1000)):  # the newer one was cut short
-            checkpoint = folder / "checkpoints" / f"step-{step:08d}"
-            checkpoint.mkdir(parents=True)
-            (checkpoint / "weights").write_text("abc")
-            (checkpoint / "state.json").write_text(json.dumps({"step": step, "files": {"weights": size}}))
+        for step in (7, 9):
+            (clear(folder) / "weights").write_text("abc")
+            swap_in(folder, step, processes=1, device="cpu", state={})
+        (folder / "checkpoints" / "step-00000009" / "weights").write_text("a")  # it was cut short
         raise ZeroDivisionError("oops")
 
     stages.in_stage["sft"] = break_after_step_7
@@ -190,8 +192,16 @@ def test_a_run_that_waits_for_another_says_so_at_once(
     world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     RUN.mkdir()
-    monkeypatch.setattr(summary, "sleep", lambda seconds: None)
+    monkeypatch.setattr(lock, "sleep", lambda seconds: None)
     said: list[str] = []
     with held(RUN, 0), pytest.raises(SettingsError, match="another rlhf run"), held(RUN, 0.01, said.append):
         pass
-    assert said == ["another run is working here (run); waiting up to 0.01 s"]
+    holder = f"pid {os.getpid()} on {socket.gethostname()}, for 0 min"
+    assert said == [f"another run is working here (run): {holder}; waiting up to 0.01 s"]
+
+
+def test_rows_or_a_judge_that_cannot_be_found_are_told_with_their_key(world: Path, stages: FakeStages) -> None:
+    with pytest.raises(DataError, match=r"^reward\.data: nowhere\.jsonl: no such file"):
+        run("reward.data=nowhere.jsonl")
+    with pytest.raises(DataError, match=r"^ppo\.judge: nowhere:judge: No module named"):
+        run("ppo.judge=nowhere:judge")

@@ -138,6 +138,10 @@ def test_a_missing_recipe_names_the_shipped_ones(world: Path, monkeypatch: pytes
     [
         ("", "no stage to run; a recipe has at least one section"),
         ("- a\n- b\n", "not a recipe; it must be a mapping"),
+        ("42", "recipe.yaml: not a recipe; it holds one value alone"),
+        ("seed: " + "1" * 5000, "recipe.yaml: not valid YAML: Exceeds the limit"),
+        ("a: " + "[" * 400 + "]" * 400, "recipe.yaml: nested too deeply for a recipe"),
+        ("sft: {args: " + "{a: " * 70 + "1" + "}" * 71, "recipe.yaml: nested too deeply|no field 'a'"),
         ("sft: [1\n", "not valid YAML: .* line 2"),
         ("seed: 1\nseed: 2\nsft: {data: x}\n", "found duplicate key seed"),
         ("sft:\n  data: ???\n", "sft.data: Missing mandatory value"),

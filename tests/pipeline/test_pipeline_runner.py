@@ -12,9 +12,10 @@ from pipeline_world import ROWS, FakeStages, contents, write_rows
 from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.pipeline import runner
 from rlhf.pipeline.errors import RunFailed, RunStopped
+from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.pipeline.summary import held, run_status
+from rlhf.pipeline.summary import run_status
 
 RUN = Path("run")
 

@@ -54,18 +54,24 @@ def test_of_variants_of_about_one_size_the_best_counts() -> None:
 
 
 def test_the_data_curve_is_of_one_size_in_order_of_tokens() -> None:
-    seen = [Evaluation(9, 200, 3.0), Evaluation(9, 100, 4.0), Evaluation(5, 100, 9.0)]
+    seen = [Evaluation("a", 9, 200, 3.0), Evaluation("a", 9, 100, 4.0), Evaluation("b", 5, 100, 1.0)]
+    assert by_tokens(seen, 9) == [(100, 4.0), (200, 3.0)]
+
+
+def test_the_data_curve_is_of_the_best_run_of_its_size_and_ends_where_that_was_best() -> None:
+    seen = [Evaluation("a", 9, tokens, loss) for tokens, loss in ((100, 4.0), (200, 3.0), (300, 3.5))]
+    seen += [Evaluation("too fast", 9, tokens, loss) for tokens, loss in ((100, 8.0), (200, 9.0), (300, 9.5))]
     assert by_tokens(seen, 9) == [(100, 4.0), (200, 3.0)]
 
 
 def test_the_frontier_keeps_what_no_smaller_compute_beats() -> None:
     seen = [
-        Evaluation(10, 10, 5.0),  # 600 operations
-        Evaluation(10, 20, 4.0),  # 1200
-        Evaluation(10, 30, 3.9),  # 1800: beaten by the larger model, which spent as much
-        Evaluation(30, 10, 3.8),  # 1800
-        Evaluation(30, 20, 3.85),  # 3600: worse than before
-        Evaluation(30, 30, 3.0),  # 5400
+        Evaluation("a", 10, 10, 5.0),  # 600 operations
+        Evaluation("a", 10, 20, 4.0),  # 1200
+        Evaluation("a", 10, 30, 3.9),  # 1800: beaten by the larger model, which spent as much
+        Evaluation("a", 30, 10, 3.8),  # 1800
+        Evaluation("a", 30, 20, 3.85),  # 3600: worse than before
+        Evaluation("a", 30, 30, 3.0),  # 5400
     ]
     assert frontier(seen) == [(600, 5.0), (1200, 4.0), (1800, 3.8), (5400, 3.0)]
 
@@ -75,7 +81,7 @@ def test_a_study_fits_all_three_from_three_sizes_on() -> None:
         return parameters**-0.1 * 50 * tokens**-0.2
 
     sizes = [(n, loss(n, 8000)) for n in (1000, 2000, 4000)]
-    seen = [Evaluation(n, d, loss(n, d)) for n in (1000, 2000, 4000) for d in (2000, 4000, 8000)]
+    seen = [Evaluation(str(n), n, d, loss(n, d)) for n in (1000, 2000, 4000) for d in (2000, 4000, 8000)]
     found = study(sizes, seen)
     assert found is not None
     fits = {name: part["fit"] for name, part in found.items()}

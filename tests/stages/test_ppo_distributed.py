@@ -69,7 +69,8 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
         sgd, ptx = chosen.pop("sgd"), BLOCKS if "ptx_coef" in variant else None
         if ptx is not None:
             chosen["ptx_data"] = str(root / variant["ptx_data"])
-        run = Runtime(settings(**chosen), root / f"update-{of}-{number}")
+        (folder := root / f"update-{of}-{number}").mkdir(exist_ok=True)
+        run = Runtime(settings(**chosen), folder)
         world = World(run, sgd=sgd, ptx=ptx)
         whole = world.rollout()
         part = whole.cut(Piece(mine, whole.input_ids.shape[1] - 6, 6))

@@ -134,8 +134,7 @@ def test_a_pairs_score_depends_neither_on_batch_mates_nor_on_padding(
     assert scores.std() > 1e-4
     alone = [rewards(episodes([pair]))[0].item() for pair in PAIRS]
     assert alone == pytest.approx(scores.tolist(), abs=1e-5)
-    rewards.microbatch_size = 2
-    torch.testing.assert_close(rewards(episodes(PAIRS))[0], scores, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rewards(episodes(PAIRS), 2)[0], scores, rtol=1e-5, atol=1e-5)
 
 
 def test_a_long_prompt_is_cut_from_the_left_and_a_response_never() -> None:

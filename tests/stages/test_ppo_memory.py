@@ -37,7 +37,8 @@ def new_run(given: Given, tmp_path: Path) -> Iterator[Callable[..., Runtime]]:
     runs: list[Runtime] = []
 
     def make(inputs: Given = given, **fields: Any) -> Runtime:
-        runs.append(Runtime(settings(**{**inputs, **fields}), tmp_path / f"run{len(runs)}"))
+        (folder := tmp_path / f"run{len(runs)}").mkdir()
+        runs.append(Runtime(settings(**{**inputs, **fields}), folder))
         return runs[-1]
 
     yield make

@@ -188,7 +188,7 @@ def test_a_score_depends_neither_on_batch_mates_nor_on_padding_nor_on_the_microb
 ) -> None:
     model = ModelReward("model", scalar, tokenizer=tokenizer if by_text else None)
     scores, _ = Rewards([model])(episodes)
-    by_two, _ = Rewards([model], microbatch_size=2)(episodes)
+    by_two, _ = Rewards([model])(episodes, 2)
     alone = [
         Rewards([model])(as_episodes(tokenizer, [prompt], [response], [ended]))[0]
         for prompt, response, ended in zip(PROMPTS, RESPONSES, ENDED, strict=True)

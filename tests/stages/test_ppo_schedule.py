@@ -127,6 +127,7 @@ def answer(score: float, kl: float) -> Answer:
 def test_the_best_score_within_the_kl_budget_is_kept(
     given: Given, tmp_path: Path, tokenizer: Any, seen: list[tuple[float, float]], kept: int
 ) -> None:
+    (tmp_path / "ppo").mkdir()
     run = Runtime(settings(**given, kl_budget=50.0), tmp_path / "ppo")
     selection = Selection(run, tokenizer, sft=[answer(0.0, 0.0)])
     for step, (score, kl) in enumerate(seen, 1):

@@ -185,11 +185,11 @@ def test_a_kill_while_writing_leaves_nothing_that_counts(
         patch.setattr(module, name, killed)
         with pytest.raises(KeyboardInterrupt):
             make()
-    left = [path.name for path in (folder / "run" / "tokens").iterdir() if path.name.startswith(".")]
+    left = [path.name for path in (folder / "run" / "tokens").iterdir() if path.name.endswith(".writing")]
     assert len(left) == 1
     corpus = make()
     assert corpus.rows.num_tokens > 100
-    assert not list((folder / "run" / "tokens").glob(".*"))
+    assert not list((folder / "run" / "tokens").glob(".*.writing"))
 
 
 def test_weights_make_a_mixture_in_their_proportion_and_no_new_tokens(

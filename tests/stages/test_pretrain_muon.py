@@ -48,6 +48,14 @@ def test_a_tall_matrix_takes_a_longer_step_by_the_root_of_its_sides() -> None:
     assert values.mean().item() == pytest.approx(2, rel=0.25)  # sqrt(16 / 4) times about 1
 
 
+def test_a_matrix_of_inputs_by_outputs_takes_the_step_of_the_one_turned_round() -> None:
+    grad = torch.randn(16, 4)
+    plain, turned = torch.nn.Parameter(torch.zeros(16, 4)), torch.nn.Parameter(torch.zeros(4, 16))
+    plain.grad, turned.grad = grad, grad.T.contiguous()
+    Muon([plain], 0.1, 0.0, turned=[turned]).step()
+    assert torch.allclose(plain, turned.T, atol=1e-6)
+
+
 def test_decay_shrinks_the_weights_by_rate_times_decay() -> None:
     weight = torch.nn.Parameter(torch.eye(4))
     weight.grad = torch.zeros(4, 4)

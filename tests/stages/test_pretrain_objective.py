@@ -7,9 +7,11 @@ import pytest
 import torch
 from stages_world import tiny_policy
 from torch.nn.functional import cross_entropy
+from torch.profiler import profile
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from rlhf.stages.pretrain import objective
-from rlhf.stages.pretrain.objective import NextTokenLoss, head_loss
+from rlhf.stages.pretrain.objective import NextTokenLoss, head_loss, takes_logits_straight
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -58,8 +60,20 @@ def test_a_model_that_does_more_after_its_last_state_is_read_by_its_own_logits()
     assert NextTokenLoss(model)(blocks).item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_an_evaluation_keeps_no_gradients() -> None:
-    model = tiny_policy()
-    with torch.no_grad():
-        loss = NextTokenLoss(model).losses(torch.randint(260, (2, 9)))
-    assert not loss.requires_grad
+def test_an_evaluation_multiplies_with_the_head_once_and_a_training_step_thrice() -> None:
+    def products(learns: bool) -> int:
+        hidden, weight = torch.randn(6, 4), torch.randn(3, 4, requires_grad=True)
+        with torch.set_grad_enabled(learns), profile() as seen:
+            head_loss(hidden, weight, torch.tensor([0, 1, 2, 0, 1, 2]))
+        return sum(event.count for event in seen.key_averages() if event.key == "aten::mm")
+
+    assert (products(learns=False), products(learns=True)) == (1, 3)
+
+
+def test_a_model_that_caps_its_logits_is_not_taken_for_one_that_does_not() -> None:
+    config = Gemma2Config(
+        vocab_size=260, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, final_logit_softcapping=30.0, bos_token_id=1, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    assert not takes_logits_straight(AutoModelForCausalLM.from_config(config))
+    assert takes_logits_straight(tiny_policy())

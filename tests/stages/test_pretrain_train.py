@@ -17,7 +17,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.stages import logs
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.pretrain import train as stage
-from rlhf.stages.pretrain.model import make_model
+from rlhf.stages.pretrain.model import flops_per_token, make_model
 from rlhf.stages.pretrain.objective import NextTokenLoss
 
 
@@ -207,3 +207,24 @@ def test_documents_of_a_block_that_are_kept_apart_cost_what_they_cost_alone() ->
 )
 def test_the_share_of_the_peak_is_told_only_where_it_is_known(device: str, precision: str, peak: float | None) -> None:
     assert logs.peak_flops(device, precision) == peak
+
+
+def test_a_sample_prompt_without_room_to_go_on_is_refused_before_training(tmp_path: Path) -> None:
+    for prompt in ("", "0123456789" * 12):
+        with pytest.raises(SettingsError, match=r"sample_prompts.*positions"):
+            run_stage("pretrain", tmp_path / f"{len(prompt)}", sample_prompts=[prompt])
+
+
+def test_muon_rises_to_its_own_peak_under_the_schedule_of_2017() -> None:
+    found = settings(schedule="noam", optimizer="muon", warmup_steps=100, num_steps=1000, muon_learning_rate=0.02)
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0) for _ in range(2)]
+    rates = [stage.set_learning_rates(optimizers, found, 64, step)["muon_learning_rate"] for step in (0, 99, 399)]
+    assert rates == pytest.approx([0.0002, 0.02, 0.01])
+
+
+def test_the_share_of_the_peak_counts_only_weights_that_are_multiplied_with() -> None:
+    config = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 16, "intermediate_size": 64}
+    model = make_model(settings(**config, tie_embeddings=False), byte_tokenizer())
+    embeddings = model.get_input_embeddings().weight.numel()
+    expected = 6 * (model.num_parameters() - embeddings) + 12 * 1 * 32 * 16
+    assert flops_per_token(model, 16) == expected

@@ -39,7 +39,8 @@ def act(root: Path, model: str, data: str, of: int) -> Found:
     """One step and the figures of nine rows for each variant, then a whole stage."""
     found = Found()
     for number, variant in enumerate(VARIANTS):
-        run = Runtime(settings(model=model, data=data, **variant), root / f"step-{of}-{number}")
+        (folder := root / f"step-{of}-{number}").mkdir(exist_ok=True)
+        run = Runtime(settings(model=model, data=data, **variant), folder)
         tokenizer = load_tokenizer(model)
         rows = [ranking(row["prompt"], row["responses"], row["ranks"], strengths=[4.0, 3, 2, 1]) for row in marked(9)]
         rows[1].responses[2:] = rows[1].ranks[2:] = rows[1].strengths[2:] = []  # type: ignore[index]

@@ -37,8 +37,9 @@ def roll(policy: Any, scorer: Any, reference: Any = None, **fields: Any) -> Roll
     policy, reference = PolicyModel(policy), PolicyModel(reference or policy)
     torch.manual_seed(2)
     stops = [0, 17, 40, *range(100, 200)]  # many, so that some responses end early
+    size = fields.pop("microbatch_size", None)
     return collect(
-        policy, reference, rewards(scorer), scorer, PROMPTS, ASKED, settings(**fields), stops, byte_tokenizer()
+        policy, reference, rewards(scorer), scorer, PROMPTS, ASKED, settings(**fields), stops, byte_tokenizer(), size
     )
 
 

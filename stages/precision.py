@@ -1,0 +1,27 @@
+"""In which floating-point type a stage multiplies: what is asked for, and what the device can do."""
+
+import torch
+
+from rlhf.data.errors import RefusedError
+
+
+def choose_precision(precision: str, stage: str) -> str:
+    """Accelerate's name for the autocast type; refuses what the device cannot do."""
+    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "auto" and not bf16:  # PPO's ratios and scores are not tried in float16
+        return "fp16" if stage == "pretrain" and torch.cuda.is_available() else "no"
+    if precision == "auto":
+        return "bf16"
+    if precision == "tf32" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
+        raise RefusedError(f"{stage}.precision: tf32 is not supported by this device; use auto or fp32")
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise RefusedError(f"{stage}.precision: fp16 needs a GPU and there is none; use auto or fp32")
+    if precision == "bf16" and not bf16:
+        raise RefusedError(f"{stage}.precision: bf16 is not supported by this device; use auto or fp32")
+    return {"fp32": "no", "tf32": "no"}.get(precision, precision)
+
+
+def use_precision(setting: str, autocast: str) -> str:
+    """Let matrices in float32 be multiplied in TF32 where that was asked for; what is multiplied in, in words."""
+    torch.set_float32_matmul_precision("high" if setting == "tf32" else "highest")
+    return setting if setting == "tf32" else {"no": "fp32"}.get(autocast, autocast)

@@ -1,0 +1,88 @@
+"""Two processes: one is killed and the other does not wait for it; two runs at once do not meet."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from campaign import differences
+from faults_world import processes_of, write_world
+
+RLHF = str(Path(sys.executable).parent / "rlhf")
+
+
+def start(home: Path, run: str) -> "subprocess.Popen[str]":
+    """The pretrain stage in two processes, long enough to be killed in."""
+    words = [RLHF, "run", "recipe.yaml", "num_processes=2", "pretrain.num_steps=100", "--to", "pretrain"]
+    words += ["pretrain.eval_every=50", "--run-dir", str(home / run)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        words, cwd=home, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that were started at once, `one` and `other`, while accelerate's own port was taken (case A30)."""
+    home = tmp_path_factory.mktemp("ranks")
+    write_world(home)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # taken already is as good
+            taken.bind(("", 29500))
+            taken.listen()
+        runs = [start(home, name) for name in ("one", "other")]
+        for run in runs:
+            said, _ = run.communicate(timeout=300)
+            assert run.returncode == 0, said
+    return home
+
+
+def test_a30_two_runs_at_once_do_not_meet_and_no_port_is_in_their_way(home: Path) -> None:
+    for name in ("one", "other"):
+        manifest = json.loads(next((home / name).glob("pretrain-*/manifest.json")).read_text())
+        assert manifest["made_with"]["processes"] == 2
+        assert processes_of(home / name) == []
+    assert pretrain_differences(home / "one", home / "other") == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_other_in_seconds_and_the_next_run_ends_like_any(home: Path, rank: int) -> None:
+    folder = home / f"killed-{rank}"
+    run = start(home, folder.name)
+    while not any(path.read_text().count("\n") >= 5 for path in folder.glob("pretrain-*/metrics.jsonl")):
+        assert run.poll() is None
+        time.sleep(0.01)
+    os.kill(process_of_rank(folder, rank), signal.SIGKILL)
+    began = time.monotonic()
+    said, _ = run.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert processes_of(folder) == []
+    assert run.returncode == 1
+    assert said.splitlines()[-1].startswith("error: pretrain: ")
+    assert "it goes on from step" in said
+    again = start(home, folder.name)
+    said, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, said
+    assert "resuming from step" in said
+    assert pretrain_differences(folder, home / "one") == []
+
+
+def process_of_rank(run: Path, rank: int) -> int:
+    (found,) = (
+        number
+        for number in processes_of(run, ranks_alone=True)
+        if b"RANK=%d" % rank in Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+    )
+    return found
+
+
+def pretrain_differences(ours: Path, theirs: Path) -> list[str]:
+    """Of all but the stages that are not there."""
+    return [line for line in differences(ours, theirs) if not line.startswith(("sft: []", "reward: []", "ppo: []"))]

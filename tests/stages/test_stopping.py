@@ -1,0 +1,183 @@
+"""What a stage does about signals, in one process. Whole runs get theirs in tests/pipeline/test_signals.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from rlhf.data.errors import SettingsError, Stopped
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.stages import signals, stopping
+from rlhf.stages.sft.config import SFTSettings
+from rlhf.stages.stopping import LOST, Stopping
+
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+
+class Stage:
+    """A folder, and what was said and told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self.tell("running", 0, "")
+
+    def tell(self, state: str, step: int, message: str, code: int | None = None) -> None:
+        content = {"state": state, "step": step, "message": message, "code": code}
+        (self.folder / "status.json").write_text(json.dumps(content))
+
+    @property
+    def told(self) -> tuple[str, str]:
+        content = json.loads((self.folder / "status.json").read_text())
+        return content["state"], content["message"]
+
+    def stopping(self, stop_within: float = 30, training: bool = True, others: list[int] | None = None) -> Stopping:
+        found = Stopping(self.folder, stop_within, self.said.append, self.tell, others or [])
+        found.training = training
+        found.start()
+        return found
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    yield Stage(tmp_path)
+    stopping.close()
+
+
+@pytest.fixture
+def dead() -> Iterator[int]:
+    """Id of a process that has ended and that nobody has waited for."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    while stopping._is_alive(process.pid):
+        sleep(0.01)
+    yield process.pid
+    process.wait()
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+    sleep(0.01)  # lets the handler be called
+
+
+@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (INT, 130), (USR1, 143)])
+def test_before_there_is_a_training_state_the_stage_leaves_at_once(stage: Stage, number: int, code: int) -> None:
+    stage.stopping(training=False)
+    with pytest.raises(Stopped) as stopped:
+        send(number)
+    assert stopped.value.code == code
+    assert stage.told == ("stopped", "stopped before training; no checkpoint yet")
+
+
+@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (INT, 130), (USR1, 143)])
+def test_in_training_the_signal_is_kept_for_the_end_of_the_step(stage: Stage, number: int, code: int) -> None:
+    found = stage.stopping()
+    assert found.code == 0
+    send(number)
+    assert found.code == code
+    assert stage.told == ("running", "")
+    assert stage.said == ["signal received; saving after this step (again to end at once)"]
+
+
+def test_signals_that_come_together_are_one_and_a_later_one_ends_the_stage(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(signals, "monotonic", lambda: now[0])
+    found = stage.stopping()
+    for number in (TERM, INT, TERM):
+        send(number)
+        now[0] += 0.3
+    assert found.code == 143  # of the first
+    now[0] += 0.2
+    with pytest.raises(Stopped):
+        send(TERM)
+    assert stage.told == ("stopped", "stopped without saving anew; no checkpoint yet")
+
+
+def test_a_step_may_take_four_fifths_of_the_time(stage: Stage) -> None:
+    stage.stopping(stop_within=0.5)
+    began = monotonic()
+    send(TERM)
+    with pytest.raises(Stopped):
+        sleep(10)
+    assert 0.4 <= monotonic() - began < 0.9
+    assert stage.told[0] == "stopped"
+
+
+def test_a_save_is_not_interrupted_and_what_comes_after_it_is(stage: Stage) -> None:
+    found = stage.stopping(stop_within=1)
+    send(TERM)
+    with found.saving():
+        sleep(0.85)
+    with pytest.raises(Stopped):
+        sleep(10)
+
+
+def test_a_process_that_is_gone_is_told_of_as_a_failure(stage: Stage, dead: int) -> None:
+    stage.stopping(others=[os.getppid(), dead])
+    with pytest.raises(Stopped) as stopped:  # the launcher ends those that are left with SIGTERM
+        send(TERM)
+    assert stopped.value.code == 1
+    assert stage.told == ("failed", LOST)
+
+
+def test_what_another_process_said_of_the_end_stands(stage: Stage, dead: int) -> None:
+    stage.stopping(others=[dead])
+    stage.tell("stopped", 4, "by rank 1")
+    with pytest.raises(Stopped) as stopped:
+        send(TERM)
+    assert stopped.value.code == 143
+    assert stage.told == ("stopped", "by rank 1")
+
+
+def test_an_error_of_the_network_is_one_of_the_process_that_is_gone(stage: Stage, dead: int) -> None:
+    error = RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+    stage.stopping(others=[dead])
+    assert stopping.is_for_want_of_another(error)
+    assert not stopping.is_for_want_of_another(ValueError("row 3"))
+    assert stopping.tell_loss() == 1
+    assert stage.told == ("failed", LOST)
+    stage.stopping(others=[os.getppid()])
+    assert not stopping.is_for_want_of_another(error)
+
+
+def test_a_stage_that_ended_leaves_handlers_timer_and_pipe_as_they_were(stage: Stage) -> None:
+    numbers = (*signals.SIGNALS, signal.SIGALRM)
+    before = [signal.getsignal(number) for number in numbers]
+    found = stage.stopping(stop_within=0.5)
+    send(TERM)
+    found.close()
+    found.close()
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.set_wakeup_fd(-1) == -1
+    sleep(0.7)  # nothing ends this process
+
+
+def test_a_forked_helper_ends_of_a_signal_and_the_stage_does_not_hear_of_it(stage: Stage) -> None:
+    found = stage.stopping()
+    child = os.fork()
+    if child == 0:
+        sleep(20)
+        os._exit(0)
+    sleep(0.1)
+    os.kill(child, TERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
+    sleep(0.1)
+    assert (found.code, found._since) == (0, None)
+
+
+def test_the_time_is_set_once_for_all_stages_and_changes_no_key(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("stop_within: 12\nsft: {data: d.jsonl, model: m}\nreward: {data: r.jsonl, stop_within: 5}\n")
+    loaded = load_recipe(str(recipe))
+    assert (loaded.sft.stop_within, loaded.reward.stop_within) == (12, 5)  # type: ignore[union-attr]
+    assert "stop_within" not in SFTSettings(data="d.jsonl").result_settings()
+    with pytest.raises(SettingsError, match="stop_within"):
+        load_recipe(str(recipe), ["stop_within=0"])
