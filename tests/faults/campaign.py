@@ -114,7 +114,7 @@ def whole_steps(run: Path) -> dict[str, int]:
     for stage, save_every in zip(STAGES, (2, 1, 2, 1), strict=True):
         for path in run.glob(f"{stage}-*/metrics.jsonl"):
             steps = [json.loads(line)["step"] for line in path.read_text().split("\n") if line.endswith("}")]
-            if steps and not (path.parent / "manifest.json").exists():
+            if steps and steps[-1] > save_every and not (path.parent / "manifest.json").exists():
                 found[stage] = (steps[-1] - 1) // save_every * save_every
     return found
 
