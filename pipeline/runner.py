@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from time import monotonic
 
 from rlhf.data.errors import RefusedError, SettingsError
@@ -104,6 +105,8 @@ def run_steps(
             _train(step, recipe, run_dir, entries, lock, say)
             changed = True
         elif step.action == "reuse":
+            if step.folder is not None:  # a kill after the seal may have left them
+                rmtree(step.folder / "checkpoints", ignore_errors=True)
             entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
             changed |= write_summary(run_dir, entries)
         if step.action != "skip":
