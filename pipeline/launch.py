@@ -26,7 +26,7 @@ from rlhf.pipeline.processes import MARK, is_left, signal_all, signal_group
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.summary import stage_status
 from rlhf.stages import stopping
-from rlhf.stages.artifact import replace_text
+from rlhf.stages.disk import replace_text
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code, handled, is_echo
 

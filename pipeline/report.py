@@ -13,7 +13,8 @@ from rlhf.pipeline.charts import draw_charts, draw_histogram, draw_power_law, dr
 from rlhf.pipeline.scaling import PowerLaw
 from rlhf.pipeline.summary import duration, outcome, run_status
 from rlhf.pipeline.sweep import read_sweep, table
-from rlhf.stages.artifact import Artifact, replace_text
+from rlhf.stages.artifact import Artifact
+from rlhf.stages.disk import replace_text
 
 MAX_SAMPLES = 30
 MAX_CHARACTERS = 1000  # per text in the gallery; both limits keep the page small enough to send by mail

@@ -24,8 +24,9 @@ from rlhf.pipeline.summary import (
     stage_status,
     write_summary,
 )
-from rlhf.stages.artifact import Artifact, replace_text, write_settings
+from rlhf.stages.artifact import Artifact, write_settings
 from rlhf.stages.checkpoints import newest_checkpoint
+from rlhf.stages.disk import replace_text
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import exit_on_signal, handled
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.lock import in_use
-from rlhf.stages.artifact import STAGES, replace_text
+from rlhf.stages.artifact import STAGES
+from rlhf.stages.disk import replace_text
 
 HEADLINES = {
     "pretrain": ("val_loss", "vocab_size"),

@@ -22,7 +22,8 @@ from rlhf.pipeline.recipe import Recipe, load_recipe, read_yaml, resolved
 from rlhf.pipeline.runner import checked, render_report, run_steps, write_recipe
 from rlhf.pipeline.scaling import Evaluation, study
 from rlhf.pipeline.summary import Entry, duration, write_summary
-from rlhf.stages.artifact import Artifact, replace_text
+from rlhf.stages.artifact import Artifact
+from rlhf.stages.disk import replace_text
 
 SWEEP = "sweep.json"
 """In the run folder: a row per variant of the last sweep, and the scaling study where there are sizes to compare."""

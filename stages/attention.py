@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages.artifact import replace_text
+from rlhf.stages.disk import replace_text
 from rlhf.stages.models import load_policy, num_positions, read_tokenizer
 from rlhf.stages.runtime import be_quiet
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.stages.artifact import file_digests, remove_temporaries, swap_folder, sync, temporaries
+from rlhf.stages.artifact import remove_temporaries, temporaries
+from rlhf.stages.disk import file_digests, swap_folder, sync
 
 _STATE = "state.json"
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO)

@@ -18,7 +18,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rlhf.stages.artifact import TRACKER_FOLDER, Artifact, replace_text
+from rlhf.stages.artifact import TRACKER_FOLDER, Artifact
+from rlhf.stages.disk import replace_text
 from rlhf.stages.secrets import mask
 from rlhf.stages.settings import StageSettings, tracker_is_installed
 

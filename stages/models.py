@@ -26,7 +26,7 @@ from transformers import (
 from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages import decoder as decoder  # registers our own model with transformers' Auto classes
-from rlhf.stages.artifact import swap_folder
+from rlhf.stages.disk import swap_folder
 
 LOGITS_AT_ONCE = 2**27  # numbers: PPO has half a GiB of logits in memory, however long the responses are
 SAFELY = {"trust_remote_code": False, "use_safetensors": True}

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Prompt, prompt_text
-from rlhf.stages.artifact import Artifact, read_settings, replace_text
+from rlhf.stages.artifact import Artifact, read_settings
+from rlhf.stages.disk import replace_text
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
 from rlhf.stages.out_of_memory import within_memory

@@ -20,7 +20,8 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.stages import adapters
-from rlhf.stages.artifact import copy_folder, model_digest
+from rlhf.stages.artifact import model_digest
+from rlhf.stages.disk import copy_folder
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, load_policy, load_scalar, save_folder
 from rlhf.stages.optimizers import trained
 from rlhf.stages.ppo.config import PPOSettings

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.stages.artifact import swap_folder
+from rlhf.stages.disk import swap_folder
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Answer, Evaluator, comparison, write_gallery

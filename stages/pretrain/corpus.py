@@ -26,7 +26,7 @@ from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.sources import TextSource, digest
 from rlhf.data.tokens import encode_documents
-from rlhf.stages.artifact import file_digest, replace_text
+from rlhf.stages.disk import file_digest, replace_text
 from rlhf.stages.models import load_tokenizer, why_not_loaded
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.tokenizer import existing_tokenizer, is_trained_here, num_ids, train_tokenizer

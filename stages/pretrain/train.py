@@ -16,9 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.data.collate import Blocks, document_mask
 from rlhf.data.errors import SettingsError
-from rlhf.stages.artifact import copy_folder, read_settings
+from rlhf.stages.artifact import read_settings
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
+from rlhf.stages.disk import copy_folder
 from rlhf.stages.generation import sample
 from rlhf.stages.models import hand_over, num_positions, save_folder
 from rlhf.stages.optimizers import adamw, learning_rate_at, scaled_step, set_learning_rate, trained

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.rows import Messages, Ranking, prompt_text
 from rlhf.data.tokens import encode_prompt
-from rlhf.stages.artifact import replace_text
+from rlhf.stages.disk import replace_text
 from rlhf.stages.generation import sample
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import load_policy

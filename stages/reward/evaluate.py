@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.rows import prompt_text
 from rlhf.data.tokens import encode_example
-from rlhf.stages.artifact import replace_text
+from rlhf.stages.disk import replace_text
 from rlhf.stages.models import ScalarModel, load_scalar, load_tokenizer, num_positions
 from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.batches import Batch, Ranked, collate, padded, passes

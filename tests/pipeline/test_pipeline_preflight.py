@@ -15,8 +15,8 @@ from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import make_plan
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.stages.artifact import file_digest
 from rlhf.stages.checkpoints import clear, swap_in
+from rlhf.stages.disk import file_digest
 
 RUN = Path("run")
 

@@ -13,7 +13,8 @@ from rlhf.pipeline import cli, runner
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.verify import Found, verify
-from rlhf.stages.artifact import Artifact, file_digest, refuse_damaged_model
+from rlhf.stages.artifact import Artifact, refuse_damaged_model
+from rlhf.stages.disk import file_digest
 
 RUN = Path("run")
 

@@ -10,7 +10,6 @@ from rlhf.data.errors import SettingsError
 from rlhf.stages.artifact import (
     Artifact,
     code_digest,
-    file_digest,
     identify,
     input_digest,
     model_digest,
@@ -18,6 +17,7 @@ from rlhf.stages.artifact import (
     seal,
     write_settings,
 )
+from rlhf.stages.disk import file_digest
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.sft.config import SFTSettings
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from stages_world import TINY, inputs, run_stage
 
 from rlhf.stages import artifact, checkpoints
-from rlhf.stages.artifact import Artifact, file_digest, replace_text, write_settings
+from rlhf.stages.artifact import Artifact, write_settings
 from rlhf.stages.checkpoints import (
     CannotWrite,
     clear,
@@ -26,6 +26,7 @@ from rlhf.stages.checkpoints import (
     saying_what_cannot_be_written,
     swap_in,
 )
+from rlhf.stages.disk import file_digest, replace_text
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.runtime import Runtime
 
@@ -109,7 +110,7 @@ def test_a_plan_looks_at_sizes_and_not_at_contents(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     "call",
-    ["checkpoints.file_digests", "checkpoints.sync", "artifact.sync", "artifact.os.replace", "artifact.sync_path"],
+    ["checkpoints.file_digests", "checkpoints.sync", "disk.sync", "disk.os.replace", "disk.sync_path"],
 )
 def test_an_end_at_any_moment_of_a_save_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -267,7 +268,7 @@ def test_a_disk_of_one_and_a_half_checkpoints_keeps_the_first_and_says_what_to_d
         ("the checkpoint of step 4", "rlhf.stages.checkpoints.sync", "pretrain"),
         ("the checkpoint of step 4", "rlhf.stages.checkpoints.sync", "sft"),
         ("checkpoints/best", "rlhf.stages.pretrain.train.save_folder", "pretrain"),
-        ("model", "rlhf.stages.artifact.shutil.copytree", "pretrain"),
+        ("model", "rlhf.stages.disk.shutil.copytree", "pretrain"),
         ("model", "rlhf.stages.sft.train.save_folder", "sft"),
         ("manifest.json", "rlhf.stages.artifact._versions", "pretrain"),
     ],

@@ -15,7 +15,8 @@ from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.split import split_by_prompt
 from rlhf.data.tokens import encode_documents
-from rlhf.stages.artifact import file_digest, write_settings
+from rlhf.stages.artifact import write_settings
+from rlhf.stages.disk import file_digest
 from rlhf.stages.pretrain import corpus as module
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.corpus import Corpus, prepare

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.data.errors import RefusedError, Stopped
 from rlhf.stages import stopping
-from rlhf.stages.artifact import STAGES, Artifact, file_digest
+from rlhf.stages.artifact import STAGES, Artifact
 from rlhf.stages.checkpoints import newest_checkpoint
+from rlhf.stages.disk import file_digest
 from rlhf.stages.ppo.health import Finding, Health
 from rlhf.stages.runtime import Runtime
 

@@ -1,0 +1,79 @@
+"""Files and folders that are written whole or not at all, and are on the disk when they are said to be. No torch."""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_digests(paths: Sequence[Path]) -> list[str]:
+    """Hashes of several files, a few at a time: hashing lets other threads run."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(file_digest, paths))
+
+
+def replace_text(path: Path, text: str, sync: bool = True) -> None:
+    """Write a whole file or nothing: to a temporary name beside it, then os.replace.
+
+    With `sync` that holds after a power cut too; without, it is for what is written often and means little then.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_path(path.parent)
+
+
+def copy_folder(source: Path, folder: Path) -> None:
+    """Copy a folder beside `folder`, then swap it in: nothing that an earlier attempt left there stays."""
+    writing = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    shutil.copytree(source, writing)
+    swap_folder(writing, folder)
+
+
+def swap_folder(writing: Path, folder: Path) -> None:
+    """Put a folder that was written aside in the place of `folder`, once all of it is on the disk itself."""
+    sync(tree(writing))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(writing, folder)
+    sync_path(folder.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk itself, where a power cut does not reach them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts cannot
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync(paths: Iterable[Path]) -> None:
+    """The same for many, several at a time: the disk then waits for all of them together."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(sync_path, paths))
+
+
+def tree(folder: Path) -> list[Path]:
+    """A folder and all that is in it."""
+    return [folder, *folder.rglob("*")]
