@@ -7,12 +7,11 @@ import hashlib
 import logging
 import os
 import shutil
-import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,9 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
-    DistributedType,
     InitProcessGroupKwargs,
-    broadcast_object_list,
     gather_object,
     load,
     set_seed,
@@ -44,13 +41,14 @@ from rlhf.stages.checkpoints import (
     swap_in,
 )
 from rlhf.stages.precision import choose_precision, use_precision
+from rlhf.stages.processes import Processes
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """How long processes wait for one that is at work: it may be making tokens of a large text, or judging answers."""
 
 
-class Runtime(Generic[AnyStage]):
+class Runtime(Processes, Generic[AnyStage]):
     """One stage's run in its folder."""
 
     def __init__(self, settings: AnyStage, folder: Path, evaluate_only: bool = False) -> None:
@@ -65,19 +63,16 @@ class Runtime(Generic[AnyStage]):
         be_quiet()
         # Stages that share a process may differ in precision; accelerate keeps one state per process.
         AcceleratorState._reset_state()
-        self.accelerator = Accelerator(
+        accelerator = Accelerator(
             mixed_precision=choose_precision(settings.precision, settings.stage),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
-        self._check_processes()
-        self.device = self.accelerator.device
+        super().__init__(accelerator)
+        self.check(settings.stage)
         self.precision = use_precision(settings.precision, self.accelerator.mixed_precision)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         self.flops_per_token = 0.0
         """Set by a stage that wants its share of the device's peak in the log."""
-        self.rank, self.num_processes = self.accelerator.process_index, self.accelerator.num_processes
-        self.is_main = self.accelerator.is_main_process
-        checkpoint_unwrapped(self.accelerator)
         self.state: dict[str, Any] = {}
         """JSON values that belong to the training state (the best loss so far, …)."""
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -88,8 +83,7 @@ class Runtime(Generic[AnyStage]):
         self._first_step, self._stop_code = 0, 0
         self._terminal = logs.Terminal(settings.stage, quiet=not self.is_main)
         self._trackers = logs.Trackers(settings, folder, self.say)
-        others = self._others() if self.num_processes > 1 else []
-        self.stopping = stopping.Stopping(folder, settings.stop_within, self.say, self._tell, others)
+        self.stopping = stopping.Stopping(folder, settings.stop_within, self.say, self._tell, self.others())
         if not evaluate_only:  # which has nothing to save
             self.write_status("running", 0)
             self.stopping.start()
@@ -170,24 +164,6 @@ class Runtime(Generic[AnyStage]):
             )
         return train, held_out
 
-    # -- processes ----------------------------------------------------------------------------------------
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over all processes, element by element; float64 is welcome on the CPU (some devices lack it)."""
-        if self.num_processes == 1:
-            return values
-        reduced = self.accelerator.reduce(values.to(self.device), reduction="sum")
-        assert isinstance(reduced, torch.Tensor)
-        return reduced
-
-    def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Maximum over all processes, element by element, of a vector."""
-        if self.num_processes == 1:
-            return values
-        gathered = self.accelerator.gather(values.to(self.device)[None])
-        assert isinstance(gathered, torch.Tensor)
-        return gathered.amax(0)
-
     def batch_size(self, name: str, size: int, num_rows: int) -> int:
         """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly."""
         if num_rows < size:
@@ -199,10 +175,6 @@ class Runtime(Generic[AnyStage]):
                 "processes; use a multiple"
             )
         return size
-
-    def shard(self, indices: list[int]) -> list[int]:
-        """This process's share of some rows; for training steps the shares are equal (`batch_size`)."""
-        return indices[self.rank :: self.num_processes]
 
     @property
     def microbatch_size(self) -> int | None:
@@ -222,19 +194,6 @@ class Runtime(Generic[AnyStage]):
         size = self.microbatch_size or len(rows)
         yield from self.accumulate([rows[start : start + size] for start in range(0, len(rows), size)], *models)
 
-    def accumulate(self, microbatches: Sequence[T], *models: torch.nn.Module) -> Iterator[T]:
-        """The microbatches of a step, one after the other; gradients are reduced over processes at the last."""
-        for number, microbatch in enumerate(microbatches, start=1):
-            with ExitStack() as stack:
-                if number < len(microbatches):
-                    for model in models:
-                        stack.enter_context(self.accelerator.no_sync(model))
-                yield microbatch
-
-    def unwrap(self, model: Any) -> Any:
-        """The model without the wrapper that accelerate put around it."""
-        return self.accelerator.unwrap_model(model)
-
     def on_main(self, action: Callable[[], Any], what: str | None = None) -> None:
         """Let the main process act, most often write `what`, while the others wait."""
         out_of_memory.doing("saving")
@@ -248,30 +207,6 @@ class Runtime(Generic[AnyStage]):
         """Restart the random streams: equal everywhere for new weights, one per process for sampling (and `step`)."""
         stream = f"{self.settings.seed} {self.rank if per_process else 'weights'}" + (f" {step}" if step else "")
         set_seed(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "big"))
-
-    def from_main(self, make: Callable[[], T]) -> T:
-        """What `make` returns in the main process, in every process."""
-        found: list[Any] = [make() if self.is_main else None]
-        return broadcast_object_list(found)[0] if self.num_processes > 1 else found[0]
-
-    def _others(self) -> list[int]:
-        """Ids of the stage's other processes on this machine."""
-        here = (socket.gethostname(), os.getpid())
-        return [pid for host, pid in gather_object([here]) if host == here[0] and pid != here[1]]
-
-    def _check_processes(self) -> None:
-        kind = self.accelerator.distributed_type
-        if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
-            raise RefusedError(
-                f"{self.settings.stage}: the accelerate config asks for {kind.value}; only data parallelism "
-                "(distributed_type NO, MULTI_GPU, MULTI_CPU) is supported so far"
-            )
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world != self.accelerator.num_processes:
-            raise RefusedError(
-                f"started as {world} processes, but Accelerate sees {self.accelerator.num_processes}: each would "
-                "train alone and all would write; on CPUs set ACCELERATE_USE_CPU=true and pass --multi_gpu"
-            )
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
@@ -451,19 +386,6 @@ def run_stage(train: Callable[[str], Any]) -> None:
         if os.environ.get("RLHF_DEBUG"):
             raise
         raise SystemExit(2 if refused else 1) from None
-
-
-def checkpoint_unwrapped(accelerator: Accelerator) -> None:
-    """Let checkpoints name the weights as one process does: the wrapper of several puts a word before each name."""
-
-    def on_save(models: list[torch.nn.Module], states: list[Any], _folder: str) -> None:
-        states[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
-
-    def on_load(models: list[torch.nn.Module], _folder: str) -> None:
-        models[:] = [accelerator.unwrap_model(model) for model in models]
-
-    accelerator.register_save_state_pre_hook(on_save)
-    accelerator.register_load_state_pre_hook(on_load)
 
 
 def be_quiet() -> None:
