@@ -195,7 +195,8 @@ def shakespeare(options: argparse.Namespace) -> dict[str, Any]:
     ahead = (max(times.values()) - times[first]) / (max(times) - first) * first  # of the steps before the first line
     spent, told, count = {first: 0.0}, first, 0.0
     for row in rows[1:]:
-        count += (row["step"] - told) * section.global_batch_size * 256 / row["tokens_per_second"]
+        tokens = section.global_batch_size * (section.block_size or section.context_length)
+        count += (row["step"] - told) * tokens / row["tokens_per_second"]
         spent[row["step"]], told = count, row["step"]
     spent = {step: seconds + count / (told - first) * first for step, seconds in spent.items()}
     model = AutoModelForCausalLM.from_pretrained(folder / "model").cuda().eval()

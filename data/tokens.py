@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from jinja2 import TemplateError
@@ -89,20 +90,16 @@ def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_le
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
     """The ids of each document, eos at their end: joined they are a stream that is ready to be cut into blocks.
 
-    A long document is encoded line by line, some megabyte at a time, where lines are nothing to the tokenizer: encoding
-    takes a hundred times the memory of the text.
+    A long document is encoded some lines at a time where the tokenizer does not look across their ends: while a text is
+    encoded, it takes many times its memory.
     """
     apart = _text_ids(tokenizer, "one\ntwo") == _text_ids(tokenizer, "one\n") + _text_ids(tokenizer, "two")
     for some in _batches(texts):
-        if apart and len(some[-1]) > _LONG:
-            long = some.pop()
-            pieces = _lines(long)
-        else:
-            pieces = iter(())
-        for ids in _text_ids(tokenizer, some) if some else []:
+        long = some.pop() if apart and len(some[-1]) > _LONG else ""
+        for ids in _text_ids(tokenizer, some) if some else ():
             yield [*ids, tokenizer.eos_token_id]
-        if ids := [number for piece in pieces for number in _text_ids(tokenizer, piece)]:
-            yield [*ids, tokenizer.eos_token_id]
+        if long:
+            yield [*chain.from_iterable(_text_ids(tokenizer, lines) for lines in _lines(long)), tokenizer.eos_token_id]
 
 
 def _lines(text: str) -> Iterator[str]:

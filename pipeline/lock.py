@@ -19,6 +19,7 @@ from threading import Event, Thread
 from time import monotonic, sleep, time
 
 from rlhf.data.errors import SettingsError
+from rlhf.stages.signals import is_alive
 
 LOCK = "lock.json"
 """In the run folder while a run works there."""
@@ -101,7 +102,7 @@ def _in_the_way(run_dir: Path, flock: bool | None) -> "Holder | str | None":
     if holder is None:
         return None
     if holder.host == socket.gethostname():  # a flock of this machine would still be held
-        return holder if flock is None and _is_alive(holder.pid) and _gave_a_sign(run_dir / LOCK) else None
+        return holder if flock is None and is_alive(holder.pid) and _gave_a_sign(run_dir / LOCK) else None
     return holder if _gave_a_sign(run_dir / LOCK) else None
 
 
@@ -113,16 +114,6 @@ def _read(path: Path) -> Holder | None:
         return Holder(str(content["host"]), int(content["pid"]), since)
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 def _gave_a_sign(path: Path) -> bool:

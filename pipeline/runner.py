@@ -106,8 +106,8 @@ def run_steps(
             _train(step, recipe, run_dir, entries, lock, say)
             changed = True
         elif step.action == "reuse":
-            if step.folder is not None:  # a kill after the seal may have left them
-                rmtree(step.folder / "checkpoints", ignore_errors=True)
+            assert step.folder is not None
+            rmtree(step.folder / "checkpoints", ignore_errors=True)  # which a kill after the seal may have left
             entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
             changed |= write_summary(run_dir, entries)
         if step.action != "skip":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.data.errors import RefusedError
 from rlhf.stages.artifact import remove_temporaries, temporaries
 from rlhf.stages.disk import file_digests, swap_folder, sync
 
@@ -149,7 +150,7 @@ def saying_what_cannot_be_written(folder: Path, what: str | None = None) -> Iter
     """
     try:
         yield
-    except CannotWrite:
+    except (CannotWrite, RefusedError):  # the latter is about what was read
         raise
     except Exception as error:
         cause = _why(error)

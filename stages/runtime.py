@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from rlhf.stages.checkpoints import (
 )
 from rlhf.stages.precision import choose_precision, use_precision
 from rlhf.stages.processes import Processes
+from rlhf.stages.secrets import mask
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
@@ -384,7 +386,7 @@ def run_stage(train: Callable[[str], Any]) -> None:
         message = str(error) if refused else f"{type(error).__name__}: {error}"
         logs.tell_failure(folder, "refused" if refused else "failed", message)
         if os.environ.get("RLHF_DEBUG"):
-            raise
+            print(mask(traceback.format_exc()), file=sys.stderr)
         raise SystemExit(2 if refused else 1) from None
 
 

@@ -1,8 +1,10 @@
 """Which signals end a run, with which exit code, and which of them belong together. No torch."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 
@@ -58,3 +60,20 @@ def handled(handler: Callable[[int, FrameType | None], None] | None = None) -> I
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        pass
+    if Path("/proc/self/stat").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's
+        return True
+    except OSError:
+        return False
+    return True

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Protocol
 from rlhf.data.errors import Stopped
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import newest_checkpoint
-from rlhf.stages.signals import SECONDS_OF_ECHO, SIGNALS, exit_code, forget, is_echo
+from rlhf.stages.signals import SECONDS_OF_ECHO, SIGNALS, exit_code, forget, is_alive, is_echo
 
 SHARE_TO_FINISH = 0.8
 """Of `stop_within`: so long what is under way may take. The rest is for a save that has begun, and for leaving."""
@@ -127,7 +127,7 @@ class Stopping:
 
     def a_process_is_gone(self) -> bool:
         """Whether another process of the stage has ended, which none does before the others."""
-        return any(not _is_alive(pid) for pid in self.others)
+        return any(not is_alive(pid) for pid in self.others)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if is_echo():
@@ -209,21 +209,6 @@ def end_process(code: Any) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _is_alive(pid: int) -> bool:
-    """A process that nobody has waited for yet is dead too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        pass
-    if Path("/proc/self/stat").exists():
-        return False
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
 
 
 def _forget_in_child() -> None:

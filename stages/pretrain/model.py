@@ -25,7 +25,7 @@ def make_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -
     else:
         model = AutoModelForCausalLM.from_config(model_config(settings, tokenizer), dtype=torch.float32)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     return model.train()
 
 

@@ -76,6 +76,15 @@ def test_a_second_run_changes_no_file(world: Path, stages: FakeStages) -> None:
     assert [line.split()[1] for line in said] == ["reuse"] * 4
 
 
+def test_checkpoints_that_a_kill_left_in_a_finished_stage_go_with_the_next_run(world: Path, stages: FakeStages) -> None:
+    run()
+    left = next(RUN.glob("ppo-*")) / "checkpoints" / "step-00000003"
+    left.mkdir(parents=True)
+    (left / "optimizer.bin").write_bytes(b"half removed")
+    run()
+    assert not left.parent.exists()
+
+
 def test_a_missing_report_is_written_again(world: Path, stages: FakeStages) -> None:
     run()
     (RUN / "report.html").unlink()

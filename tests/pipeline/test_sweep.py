@@ -193,6 +193,19 @@ def test_nothing_is_trained_where_one_variant_cannot_be(world: Path, learning: F
     assert not RUN.exists()
 
 
+def test_a_variant_that_its_stage_refuses_lets_the_others_go_on(world: Path, learning: FakeStages) -> None:
+    train = learning.in_stage["pretrain"]
+
+    def picky(folder: Path) -> None:
+        if read_settings(folder, PretrainSettings).hidden_size == 64:
+            raise SettingsError("pretrain.block_size: the text is too short")
+        train(folder)
+
+    learning.in_stage["pretrain"] = picky
+    rows, _ = sweep()
+    assert [row["error"] for row in rows] == [None, "pretrain.block_size: the text is too short", None]
+
+
 def test_a_variant_that_breaks_lets_the_others_go_on(world: Path, learning: FakeStages) -> None:
     train = learning.in_stage["pretrain"]
 

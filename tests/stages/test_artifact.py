@@ -147,7 +147,7 @@ def test_each_source_of_a_list_has_its_digest_and_each_weight_counts(tmp_path: P
     assert list(identify(PretrainSettings.load({"data": str(tmp_path / "a")}, "pretrain")).data) == ["data"]
 
 
-def test_a_tokenizer_is_known_by_its_files_without_weights(tmp_path: Path) -> None:
+def test_a_tokenizer_is_known_by_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     text = tmp_path / "text.txt"
     text.write_text("a")
@@ -156,15 +156,18 @@ def test_a_tokenizer_is_known_by_its_files_without_weights(tmp_path: Path) -> No
         return identify(PretrainSettings.load({"data": str(text), "tokenizer": str(where)}, "pretrain")).key
 
     before = key()
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for name in ("model.safetensors", "config.json", "generation_config.json", "README.md"):
+        (tmp_path / name).write_bytes(b"of the model beside it")
     assert key() == before
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert key() != before
+    (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer.json").write_text("[]")
     assert key() != before
     (tmp_path / "tokenizer.json").write_text("{}")
     moved = tmp_path / "elsewhere"
     moved.mkdir()
-    for name in ("tokenizer.json", "text.txt"):  # with the same files, since all of them count
-        (moved / name).write_text((tmp_path / name).read_text())
+    (moved / "tokenizer.json").write_text("{}")
     assert key(moved) == before
 
 

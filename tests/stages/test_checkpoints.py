@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from stages_world import TINY, inputs, run_stage
 
+from rlhf.data.errors import DataError
 from rlhf.stages import artifact, checkpoints
 from rlhf.stages.artifact import Artifact, write_settings
 from rlhf.stages.checkpoints import (
@@ -366,3 +367,8 @@ def test_two_processes_end_in_seconds_when_the_disk_is_full(small_disk: Any, tmp
     )
     assert "could not be written" in ended.stderr
     assert not artifact.temporaries(disk / "pretrain")
+
+
+def test_data_that_cannot_be_read_is_refused_and_not_taken_for_a_write_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^text.txt: cannot be read"), saying_what_cannot_be_written(tmp_path):
+        raise DataError("text.txt: cannot be read: Permission denied") from OSError(errno.EACCES, "Permission denied")

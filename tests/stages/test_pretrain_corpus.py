@@ -294,3 +294,13 @@ def test_shakespeare_is_read_whole(make: Prepare) -> None:
     corpus = make(data=str(path), tokenizer="characters", context_length=64)
     assert len(corpus.tokenizer) == 65 + 2
     assert corpus.rows.num_tokens + corpus.eval_rows.num_tokens == 1_115_394 + 2
+
+
+def test_an_end_of_text_that_is_the_unknown_token_too_is_not_counted_as_unknown(
+    folder: Path, make: Prepare, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.unk_token = tokenizer.eos_token  # as GPT-2 has it
+    tokenizer.save_pretrained(folder / "tokenizer")
+    make(tokenizer=str(folder / "tokenizer"))
+    assert "unknown" not in capsys.readouterr().out

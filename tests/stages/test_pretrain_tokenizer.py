@@ -4,12 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rlhf.data.errors import RefusedError
 from rlhf.data.tokens import ROLE_TOKENS, encode_documents
+from rlhf.stages.models import load_tokenizer
 from rlhf.stages.pretrain.config import PretrainSettings
-from rlhf.stages.pretrain.tokenizer import END_OF_TEXT, PAD, existing_tokenizer, padded_vocab_size, train_tokenizer
+from rlhf.stages.pretrain.tokenizer import (
+    END_OF_TEXT,
+    PAD,
+    existing_tokenizer,
+    num_ids,
+    padded_vocab_size,
+    train_tokenizer,
+)
 
 TEXT = "To be, or not to be:\n  that is\tthe question.\n\n"
 SPELT = "a<|endoftext|>b<|unk|> <|user|><|x|>"
@@ -121,3 +131,15 @@ def test_shakespeare_has_65_characters() -> None:
     [ids] = encode_documents(tokenizer, [text])
     assert len(ids) == 1_115_394 + 1
     assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_there_is_an_embedding_for_the_highest_id_also_where_ids_are_left_out() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0, "b": 9}, [])), eos_token="b")
+    assert (len(tokenizer), num_ids(tokenizer)) == (2, 10)
+    assert padded_vocab_size(tokenizer, 4) == 12
+
+
+def test_a_tokenizer_that_is_not_of_the_tokenizers_library_is_refused(tmp_path: Path) -> None:
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(RefusedError, match=r"has a tokenizer without tokenizer.json \(ByT5Tokenizer\)"):
+        load_tokenizer(str(tmp_path))

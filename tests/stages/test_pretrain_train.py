@@ -228,3 +228,9 @@ def test_the_share_of_the_peak_counts_only_weights_that_are_multiplied_with() ->
     embeddings = model.get_input_embeddings().weight.numel()
     expected = 6 * (model.num_parameters() - embeddings) + 12 * 1 * 32 * 16
     assert flops_per_token(model, 16) == expected
+
+
+def test_activations_that_are_computed_again_change_no_weight(tmp_path: Path) -> None:
+    for again in (False, True):
+        run_stage("pretrain", tmp_path / str(again), gradient_checkpointing=again)
+    assert same_weights(tmp_path / "False", tmp_path / "True")

@@ -54,7 +54,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 def dead() -> Iterator[int]:
     """Id of a process that has ended and that nobody has waited for."""
     process = subprocess.Popen([sys.executable, "-c", ""])
-    while stopping._is_alive(process.pid):
+    while signals.is_alive(process.pid):
         sleep(0.01)
     yield process.pid
     process.wait()
@@ -169,6 +169,20 @@ def test_a_forked_helper_ends_of_a_signal_and_the_stage_does_not_hear_of_it(stag
     sleep(0.1)
     os.kill(child, TERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
+    sleep(0.1)
+    assert (found.code, found._since) == (0, None)
+
+
+def test_a_signal_that_a_forked_helper_handles_itself_is_not_heard_by_the_stage(stage: Stage) -> None:
+    found = stage.stopping()
+    child = os.fork()
+    if child == 0:
+        signal.signal(TERM, lambda *_: os._exit(7))
+        sleep(20)
+        os._exit(0)
+    sleep(0.2)
+    os.kill(child, TERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     sleep(0.1)
     assert (found.code, found._since) == (0, None)
 
