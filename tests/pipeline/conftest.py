@@ -1,13 +1,14 @@
 """A working directory with a recipe of four stages, and stages that only pretend to train."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from pipeline_world import ROWS, FakeStages, write_recipe, write_rows
 
-from rlhf.pipeline import launch, report
+from rlhf.pipeline import cli, launch, report
 from rlhf.stages.artifact import STAGES
 
 
@@ -37,3 +38,19 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ppo={"data": "prompts.jsonl"},
     )
     return tmp_path
+
+
+@pytest.fixture
+def rlhf(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line: exit code, stdout, stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code: object = 0
+        try:
+            cli.main(words)
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return int(str(code or 0)), out, err
+
+    return call

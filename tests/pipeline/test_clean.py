@@ -8,28 +8,12 @@ from pathlib import Path
 import pytest
 from pipeline_world import FakeStages, contents
 
-from rlhf.pipeline import clean, cli, runner
+from rlhf.pipeline import clean, runner
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.recipe import load_recipe
 
 RUN = Path("run")
-Call = Callable[..., tuple[int, list[str], str]]
-
-
-@pytest.fixture
-def rlhf(capsys: pytest.CaptureFixture[str]) -> Call:
-    """The command line: exit code, lines of stdout, stderr."""
-
-    def call(*words: str) -> tuple[int, list[str], str]:
-        code: object = 0
-        try:
-            cli.main(words)
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return int(str(code or 0)), out.splitlines(), err
-
-    return call
+Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -50,13 +34,14 @@ def run(*overrides: str) -> None:
 def test_a_run_that_needs_all_it_has_stays_as_it_is(world: Path, stages: FakeStages, rlhf: Call) -> None:
     run()
     before = contents(RUN)
-    assert rlhf("clean", "run", "--yes") == (0, ["0 bytes freed"], "")
+    assert rlhf("clean", "run", "--yes") == (0, "0 bytes freed\n", "")
     assert contents(RUN) == before
 
 
 def test_a_finished_stage_goes_only_with_yes_and_is_listed_before(twice: dict[str, Path], rlhf: Call) -> None:
     before = contents(RUN)
-    code, lines, _ = rlhf("clean", "run")
+    code, out, _ = rlhf("clean", "run")
+    lines = out.splitlines()
     assert code == 0
     assert contents(RUN) == before
     listed = {line.split()[0]: line for line in lines[1:-1]}
@@ -66,7 +51,9 @@ def test_a_finished_stage_goes_only_with_yes_and_is_listed_before(twice: dict[st
     assert "only with --yes" in line
     assert lines[-1] == "0 bytes freed"
 
-    code, lines, _ = rlhf("clean", "run", "--yes")
+    code, out, _ = rlhf("clean", "run", "--yes")
+
+    lines = out.splitlines()
     assert code == 0
     assert not twice["old reward"].exists()
     assert not twice["old ppo"].exists()
@@ -89,7 +76,8 @@ def test_what_no_one_can_use_goes_at_once(twice: dict[str, Path], rlhf: Call) ->
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("12345")
-    code, lines, _ = rlhf("clean", "run")
+    code, out, _ = rlhf("clean", "run")
+    lines = out.splitlines()
     assert code == 0
     assert not any(path.exists() for path in left)
     assert not (twice["sft"] / "checkpoints").exists()
@@ -106,7 +94,8 @@ def test_an_unfinished_stage_goes_only_when_the_recipe_does_not_lead_to_it(
     lost = RUN / "sft-00000000"
     shutil.copytree(next(RUN.glob("sft-*")), lost)
     before = contents(RUN)
-    _, lines, _ = rlhf("clean", "run")
+    _, out, _ = rlhf("clean", "run")
+    lines = out.splitlines()
     assert contents(RUN) == before
     assert [line.split()[0] for line in lines[1:-1]] == ["sft-00000000"]
     assert "recipe.yaml does not lead to it" in lines[1]
@@ -122,7 +111,8 @@ def test_where_the_recipe_cannot_be_followed_unfinished_stages_stay(
     lost = RUN / "sft-00000000"
     lost.mkdir()
     Path("text.jsonl").unlink()
-    code, lines, _ = rlhf("clean", "run", "--yes")
+    code, out, _ = rlhf("clean", "run", "--yes")
+    lines = out.splitlines()
     assert code == 0
     assert lost.exists()
     assert "what recipe.yaml leads to is not known: pretrain.data: text.jsonl: no such file" in lines[0]
@@ -157,7 +147,8 @@ def test_nobody_elses_files_are_touched_and_no_link_is_followed(twice: dict[str,
     os.symlink(outside.absolute(), twice["sft"] / "checkpoints")
     os.symlink(outside.absolute(), twice["old ppo"] / "critic")
     os.symlink(outside.absolute(), RUN / "sft-00000000")
-    code, lines, _ = rlhf("clean", "run", "--yes")
+    code, out, _ = rlhf("clean", "run", "--yes")
+    lines = out.splitlines()
     assert code == 0
     assert all(path.read_text() == "theirs" for path in theirs)
     assert (RUN / "sft-00000000").is_symlink()
@@ -168,7 +159,8 @@ def test_nobody_elses_files_are_touched_and_no_link_is_followed(twice: dict[str,
 
 def test_it_is_refused_while_a_run_works_there_and_where_there_is_none(twice: dict[str, Path], rlhf: Call) -> None:
     with held(RUN, 0):
-        code, lines, err = rlhf("clean", "run", "--yes")
+        code, out, err = rlhf("clean", "run", "--yes")
+        lines = out.splitlines()
     assert code == 2
     assert lines == []
     assert f"another rlhf run is working here (pid {os.getpid()}" in err

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.sources import Source
 from rlhf.pipeline import cli, runner
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.stages import logs
+from rlhf.stages import logs, runtime
 from rlhf.stages.models import load_policy, load_scalar, load_tokenizer
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.tokenizer import train_tokenizer
@@ -237,6 +238,23 @@ def test_a_stage_in_a_process_of_its_own_keeps_secrets_too(secret: str, capsys: 
     assert secret not in capsys.readouterr().err
     assert not [path for path in folder.iterdir() if secret in path.read_text()]
     assert json.loads((folder / "status.json").read_text())["message"] == "token ***"
+
+
+def test_the_traceback_of_a_stage_in_a_process_of_its_own_is_shown_without_secrets(
+    secret: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: str) -> None:
+        raise OSError(f"401 for https://hub/?token={secret}")
+
+    monkeypatch.setenv("RLHF_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["stage", "nowhere"])
+    with pytest.raises(SystemExit) as stop:
+        runtime.run_stage(fail)
+    assert stop.value.code == 1
+    err = capsys.readouterr().err
+    assert "in fail" in err
+    assert "token=***" in err
+    assert secret not in err
 
 
 def test_only_what_is_a_secret_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline_world import FakeStages, contents
 
 from rlhf.data.errors import SettingsError
-from rlhf.pipeline import cli, runner
+from rlhf.pipeline import runner
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.verify import Found, verify
@@ -17,22 +17,6 @@ from rlhf.stages.artifact import Artifact, refuse_damaged_model
 from rlhf.stages.disk import file_digest
 
 RUN = Path("run")
-
-
-@pytest.fixture
-def rlhf(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """The command line: exit code, stdout, stderr."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        code: object = 0
-        try:
-            cli.main(words)
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        return int(str(code or 0)), out, err
-
-    return call
 
 
 @pytest.fixture
