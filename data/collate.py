@@ -14,9 +14,12 @@ from rlhf.data.tokens import Encoded
 IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
-def pad_right(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """(ids [B, T] long, mask [B, T] bool), tokens first; the mask goes by length, so pad may equal eos."""
-    return _pad(sequences, pad_id, left=False)
+def pad_right(sequences: Sequence[Sequence[int]], pad_id: int, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """(ids [B, T] long, mask [B, T] bool), tokens first; the mask goes by length, so pad may equal eos.
+
+    T is that of the longest, up to a `multiple`.
+    """
+    return _pad(sequences, pad_id, left=False, multiple=multiple)
 
 
 def pad_left(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -24,22 +27,36 @@ def pad_left(sequences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, T
     return _pad(sequences, pad_id, left=True)
 
 
-def _pad(sequences: Sequence[Sequence[int]], pad_id: int, left: bool) -> tuple[Tensor, Tensor]:
+def _pad(sequences: Sequence[Sequence[int]], pad_id: int, left: bool, multiple: int = 1) -> tuple[Tensor, Tensor]:
     width = max((len(sequence) for sequence in sequences), default=0)
-    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
-    mask = torch.zeros(len(sequences), width, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
-        ids[row, place] = torch.tensor(sequence, dtype=torch.long)
-        mask[row, place] = True
-    return ids, mask
+    width += -width % multiple
+    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)[:, None]
+    places = np.arange(width)
+    mask = places >= width - lengths if left else places < lengths
+    ids = np.full((len(sequences), width), pad_id, dtype=np.int64)
+    ids[mask] = np.fromiter(chain.from_iterable(sequences), dtype=np.int64)  # row by row, as the mask is read
+    return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
-def pad_examples(batch: Sequence[Encoded], pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+def pad_examples(batch: Sequence[Encoded], pad_id: int, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """(ids, mask, response mask) [B, T], padded right; the last is True on the response with its eos."""
-    ids, mask = pad_right([example.input_ids for example in batch], pad_id)
+    ids, mask = pad_right([example.input_ids for example in batch], pad_id, multiple)
     starts = torch.tensor([example.prompt_length for example in batch])
     return ids, mask, mask & (torch.arange(ids.shape[1]) >= starts[:, None])
+
+
+def pack(sequences: Sequence[Sequence[int]], pad_id: int, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids [1, N] long, positions [1, N] long, borders [S + 1] int) of sequences one after the other.
+
+    Positions begin anew in each; borders say where each begins, and the end. What fills N up to a `multiple` is a
+    sequence of its own.
+    """
+    fill = -sum(map(len, sequences)) % multiple
+    lengths = [len(sequence) for sequence in sequences] + [fill] * (fill > 0)
+    ids = np.fromiter(chain(*sequences, [pad_id] * fill), dtype=np.int64)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    borders = np.cumsum([0, *lengths], dtype=np.int32)
+    return torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], torch.from_numpy(borders)
 
 
 def labels(batch: Sequence[Encoded]) -> Tensor:

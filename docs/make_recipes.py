@@ -4,9 +4,9 @@ from pathlib import Path
 
 from rlhf.data.sources import Source, TextSource
 from rlhf.pipeline.recipe import Recipe
-from rlhf.stages.ppo.config import PPOSettings, RewardSpec
+from rlhf.stages.ppo.config import PPOSettings, RewardSpec, RolloutSettings
 from rlhf.stages.pretrain.config import PretrainSettings
-from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.reward.config import AnswersFrom, RewardSettings
 from rlhf.stages.settings import LoraSettings, Settings, StageSettings
 from rlhf.stages.sft.config import SFTSettings
 
@@ -29,6 +29,8 @@ SECTIONS = (
     ("reward", RewardSettings, StageSettings.model_fields),
     ("ppo", PPOSettings, StageSettings.model_fields),
     ("Each of `ppo.rewards`", RewardSpec, ()),
+    ("`ppo.rollout`", RolloutSettings, ()),
+    ("`answers_from` (of reward)", AnswersFrom, ()),
     ("`lora` (of sft, reward and ppo)", LoraSettings, ()),
     ("A source of rows (`data`, `eval_data`)", Source, ()),
     ("A source of text among several (`pretrain.data`), besides these", TextSource, Source.model_fields),

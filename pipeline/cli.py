@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rlhf.pipeline.plan import Scope
     from rlhf.stages.artifact import Artifact
 
+PROFILE = "RLHF_PROFILE"
+"""In the environment of a stage that is to record a trace."""
+
 app = typer.Typer(
     name="rlhf",
     help="From raw text to a PPO-tuned language model: pretrain, sft, reward, ppo.",
@@ -61,6 +64,12 @@ VerifyOption = Annotated[
     typer.Option(
         "--verify",
         help="First hash every file of what is reused or started from; else models have their sizes compared.",
+    ),
+]
+ProfileOption = Annotated[
+    bool,
+    typer.Option(
+        "--profile", help="Record a few steps with torch's profiler: profile/trace.json.gz in the stage's folder."
     ),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
@@ -148,6 +157,7 @@ def pretrain(
             show_default=False,
         ),
     ] = None,
+    profile: ProfileOption = False,
 ) -> None:
     """One stage alone: a base model from raw text, or several to compare.
 
@@ -156,7 +166,10 @@ def pretrain(
     from rlhf.pipeline.plan import Scope
 
     if sweep is None:
-        _run(recipe, overrides, run_dir, Scope("pretrain", "pretrain", frozenset(["pretrain"] if force else ())))
+        scope = Scope("pretrain", "pretrain", frozenset(["pretrain"] if force else ()))
+        _run(recipe, overrides, run_dir, scope, profile=profile)
+    elif profile:
+        raise SettingsError("--profile: records one stage, and --sweep trains several; leave one of them out")
     else:
         _sweep(sweep, recipe, overrides or [], run_dir, force)
 
@@ -170,10 +183,11 @@ def _stage_command(stage: str, summary: str) -> None:
         overrides: Overrides = None,
         force: StageForceOption = False,
         verify: VerifyOption = False,
+        profile: ProfileOption = False,
     ) -> None:
         from rlhf.pipeline.plan import Scope
 
-        _run(recipe, overrides, run_dir, Scope(stage, stage, frozenset([stage] if force else ())), verify)
+        _run(recipe, overrides, run_dir, Scope(stage, stage, frozenset([stage] if force else ())), verify, profile)
 
     app.command(stage, help=f"{summary}\n\nThe models it starts from may be any Hugging Face folder or hub id.")(
         command
@@ -239,6 +253,37 @@ def report(run_dir: RunArgument) -> None:
     print(render(run_dir))
 
 
+@app.command("estimate")
+def _estimate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For this device instead of the one that is here: h100, h200, a100-40gb, l40s, 4090, t4 … or cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how much memory and time each stage would take, before anything is run.
+
+    Of a model only its config is read. A stage that does not fit is told with the settings to change, those first that
+    gain most; the exit code is 0 all the same.
+    """
+    import json
+
+    from rlhf.pipeline.estimate import estimate, show
+    from rlhf.pipeline.recipe import load_recipe
+
+    found = estimate(load_recipe(recipe, overrides or ()), device)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
+
+
 @app.command("verify")
 def _verify(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     """Hash every file of a run's finished stages and checkpoints.
@@ -290,18 +335,31 @@ def chat(
     _become("rlhf.stages.chat", [model, *options])
 
 
-def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None, scope: "Scope", verify: bool = False) -> None:
+def _run(
+    recipe: str,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    scope: "Scope",
+    verify: bool = False,
+    profile: bool = False,
+) -> None:
     from dataclasses import asdict
 
     from rlhf.pipeline.recipe import load_recipe
     from rlhf.pipeline.runner import run
 
+    if profile:
+        os.environ[PROFILE] = "1"  # the stage may be another process
     folder = run_dir or _default_run_dir(recipe)
     source = Path(recipe) if Path(recipe).is_file() else None
     loaded = load_recipe(recipe, overrides or ())
     entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source, verify)
     _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
     print(f"report: {folder / 'report.html'}")
+    if profile:
+        trace = folder / (entries[str(scope.last)].folder or "") / "profile" / "trace.json.gz"
+        none = "none: the stage was finished before; with --force it runs anew"
+        print(f"profile: {trace if trace.is_file() else none}")
 
 
 def _sweep(sweep: str, recipe: str, overrides: list[str], run_dir: Path, force: bool) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,14 @@ CHANGES = {
 }
 
 
+PHASES = {
+    "rollout": "sampling answers",
+    "scoring": "log-probabilities, values and rewards of them",
+    "update": "forward and backward passes, optimiser",
+    "evaluation": "on held-out data",
+    "checkpoint": "saving the training state",
+}
+"""What a stage's steps consist of, as metrics.jsonl names it: seconds_rollout and so on."""
 LAWS = [("N", "parameters"), ("D", "tokens"), ("C", "compute")]
 
 
@@ -92,6 +102,7 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     if vocab_size := metrics.get("vocab_size"):
         metrics["guessing_loss"] = math.log(vocab_size)  # the loss of a model that knows nothing
     artifact = Artifact(run_dir / entry["folder"]) if entry["folder"] else None
+    rows = artifact.metrics if artifact else []
     return {
         "name": name,
         "title": TITLES[name],
@@ -107,7 +118,8 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         "manifest": artifact.manifest if artifact and artifact.sealed else {},
         "samples": artifact.samples if artifact else [],
         "card": _card(artifact) if artifact else None,
-        **draw_charts(name, artifact.metrics if artifact else [], metrics),
+        "phases": _phases(rows),
+        **draw_charts(name, [_without_phases(row) for row in rows], metrics),
     }
 
 
@@ -124,6 +136,50 @@ def _warnings(metrics: dict[str, Any]) -> list[str]:
     if failed := metrics.get("gates_failed"):
         found.append(f"PPO does not start from it: {'; '.join(failed)}.")
     return found
+
+
+def _phases(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where a stage's time went: a line per phase, a mean over the logged steps.
+
+    The first row is left out where there are others: it holds what is compiled and warmed up once.
+    """
+    steps = [row["step"] for row in rows]
+    spans = [max(now - before, 1) for before, now in pairwise([0, *steps])]
+    spans, rows = (spans[1:], rows[1:]) if len(rows) > 1 else (spans, rows)
+    seconds = {
+        name: sum(span * row.get(f"seconds_{name}", 0.0) for span, row in zip(spans, rows, strict=True)) / sum(spans)
+        for name in PHASES
+        if any(f"seconds_{name}" in row for row in rows)
+    }
+    total = sum(seconds.values())
+
+    def mean(metric: str, phase: str) -> float | None:
+        """Over the time that the phase took."""
+        found = [
+            (row[metric], span * row[f"seconds_{phase}"])
+            for span, row in zip(spans, rows, strict=True)
+            if metric in row and row.get(f"seconds_{phase}")
+        ]
+        weight = sum(time for _, time in found)
+        return sum(value * time for value, time in found) / weight if weight else None
+
+    return [
+        {
+            "name": name,
+            "what": PHASES[name],
+            "seconds": spent,
+            "share": spent / total if total else 0.0,
+            "rate": mean(f"tokens_per_second_{name}", name),
+            "bandwidth": mean(f"bandwidth_share_{name}", name),
+            "flops": mean(f"flops_share_{name}", name),
+        }
+        for name, spent in seconds.items()
+    ]
+
+
+def _without_phases(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics without the figures of phases, which have a table."""
+    return {name: value for name, value in row.items() if not re.match("(seconds|tokens_per_second)_", name)}
 
 
 def _card(artifact: Artifact) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import torch
 
 from rlhf.data.errors import RefusedError
 from rlhf.data.tokens import encode_prompt
-from rlhf.stages.generation import sample
+from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import load_policy, load_tokenizer, num_positions
 from rlhf.stages.runtime import be_quiet
 
@@ -32,11 +32,13 @@ def main(arguments: list[str]) -> None:
         torch.manual_seed(options.seed)
     context = num_positions(model)
     length = min(options.max_new_tokens, context // 2)
+    engine = make_engine(model)
     history: list[dict[str, str]] = []
     for line in _lines():
         history = [*(history if options.multi_turn else []), {"role": "user", "content": line}]
         ids = encode_prompt(tokenizer, history, max_length=context - length)
-        response = sample(model, [ids], length, options.temperature, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+        stops, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
+        response = engine.generate([ids], length, options.temperature, stops, pad).tokens
         text = tokenizer.decode(response[0], skip_special_tokens=True).strip()
         print(text, flush=True)
         history.append({"role": "assistant", "content": text})

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import resource
 import sys
 import time
@@ -52,6 +51,9 @@ class Terminal:
         """The progress after a row of metrics."""
         step = row["step"]
         shown = "  ".join(f"{name} {_short(row[name])}" for name in _SHOWN if name in row)
+        if "seconds_rollout" in row:
+            phases = [(name, row.get(f"seconds_{name}", 0.0)) for name in ("rollout", "scoring", "update")]
+            shown += "  " + ", ".join(f"{name} {seconds:.2g} s" for name, seconds in phases)
         if self._console.is_terminal:
             if self._progress is None:
                 self._progress = Progress(
@@ -166,20 +168,6 @@ def write_row(folder: Path, row: dict[str, Any]) -> None:
     """Add a row to metrics.jsonl."""
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-
-
-_PEAKS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "V100": 125,
-    "T4": 65,
-}  # fmt: skip
-"""TFLOP/s of dense matrices in bf16 (fp16 where there is no bf16) from NVIDIA's data sheets."""
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Floating-point operations per second that a GPU can do at most, None where we do not know."""
-    words = set(re.split("[ -]", device_name))
-    known = next((peak for name, peak in _PEAKS.items() if words.issuperset(name.split())), None)
-    return known * 1e12 if known and precision in ("bf16", "fp16") else None
 
 
 def forget_rows_after(folder: Path, step: int) -> None:

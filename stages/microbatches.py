@@ -1,4 +1,5 @@
-"""Microbatches of texts of about equal length, so that little of what the models read is padding."""
+"""Microbatches of texts of about equal length, so that little of what the models read is padding; and packs, in which
+nothing is."""
 
 import math
 from collections.abc import Sequence
@@ -66,3 +67,28 @@ def pieces(
         found.append(Piece(taken, *widths))
         end = first[end]
     return found[::-1]
+
+
+def packs(
+    lengths: Sequence[int], max_tokens: int, max_rows: int | None = None, rows: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Deal `rows` (all by default) out to as few packs of at most `max_tokens` and `max_rows` as hold them.
+
+    The packs have about equally many tokens. A row that has more than `max_tokens` by itself is alone.
+    """
+    order = sorted(range(len(lengths)) if rows is None else rows, key=lambda row: -lengths[row])
+    limit = max_rows or len(order)
+    num = max(
+        math.ceil(sum(min(lengths[row], max_tokens) for row in order) / max_tokens),
+        math.ceil(len(order) / max(limit, 1)),
+    )
+    while True:
+        found: list[list[int]] = [[] for _ in range(num)]
+        sizes = [0] * num
+        for row in order:  # the longest first, each to the smallest pack
+            place = min((size, place) for place, size in enumerate(sizes) if len(found[place]) < limit)[1]
+            found[place].append(row)
+            sizes[place] += lengths[row]
+        if all(size <= max_tokens or len(pack) == 1 for size, pack in zip(sizes, found, strict=True)):
+            return [pack for pack in found if pack]
+        num += 1

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
@@ -125,14 +126,8 @@ class ScalarModel(nn.Module):
 
         With `with_hidden` also the states [B,T,d] that they were read from.
         """
-        output = self.classifier.base_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask.long(),
-            position_ids=position_ids(attention_mask),
-            use_cache=False,
-        )
-        hidden = output.last_hidden_state
-        values = (_scalars(self.classifier.score, hidden) - self.mean) / self.std  # [B,T]
+        hidden = states(self.classifier, input_ids, attention_mask)
+        values = (scalars(self.classifier.score, hidden) - self.mean) / self.std  # [B,T]
         return (values, hidden) if with_hidden else values
 
     def pool(self, values: Tensor, response_mask: Tensor) -> Tensor:
@@ -189,7 +184,7 @@ def fresh_head(hidden_size: int, bias: bool = False) -> nn.Linear:
     return head
 
 
-def _scalars(head: nn.Linear, hidden: Tensor) -> Tensor:
+def scalars(head: nn.Linear, hidden: Tensor) -> Tensor:
     """One number in float32 per state: [B,T] from [B,T,d]."""
     with torch.autocast(hidden.device.type, enabled=False):
         bias = None if head.bias is None else head.bias.float()
@@ -199,6 +194,20 @@ def _scalars(head: nn.Linear, hidden: Tensor) -> Tensor:
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Positions [B,T] that count real tokens only, so that left padding moves nothing."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Last hidden states [B,T,d] of a decoder, from ids [B,T] and attention mask [B,T] (True where a token is).
+
+    Each text is read from the first column on, so that no mask is needed beside the causal one and every kernel of
+    attention will do; what stands behind a text changes nothing in it. States of padding mean nothing.
+    """
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    start = attention_mask.int().argmax(-1, keepdim=True)  # [B,1]
+    ids = input_ids.gather(-1, (places + start) % len(places))
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    back = (places - start) % len(places)  # [B,T]
+    return hidden.gather(1, back[..., None].expand_as(hidden))
 
 
 class PolicyModel(nn.Module):
@@ -230,15 +239,9 @@ class PolicyModel(nn.Module):
         log-probabilities and entropies at `temperature`. The state at position t judges the token at t + 1, hence
         the shift by one: the last token's own state is not needed.
         """
-        output = self.model.base_model(
-            input_ids=input_ids[:, :-1],
-            attention_mask=attention_mask[:, :-1].long(),
-            position_ids=position_ids(attention_mask)[:, :-1],
-            use_cache=False,
-        )
-        hidden = output.last_hidden_state[:, -num_response:]  # [B,R,d]
+        hidden = states(self.model, input_ids[:, :-1], attention_mask[:, :-1])[:, -num_response:]  # [B,R,d]
         logprobs, entropies = self.read(hidden.flatten(0, 1), input_ids[:, -num_response:], temperature, with_entropy)
-        values = None if self.value_head is None else _scalars(self.value_head, hidden)
+        values = None if self.value_head is None else scalars(self.value_head, hidden)
         return logprobs, entropies, values
 
     def read(
@@ -286,7 +289,10 @@ class PolicyModel(nn.Module):
         """Refuse a model whose own logits say otherwise: it does more after its last layer than we know of."""
         ours, _, _ = self(input_ids, attention_mask, 1, 1.0)
         output = self.model(
-            input_ids=input_ids, attention_mask=attention_mask.long(), position_ids=position_ids(attention_mask)
+            input_ids=input_ids,
+            attention_mask=attention_mask.long(),
+            position_ids=position_ids(attention_mask),
+            use_cache=False,
         )
         logits = output.logits[:, -2].float()
         theirs = logits.log_softmax(-1).gather(-1, input_ids[:, -1:])
@@ -296,6 +302,14 @@ class PolicyModel(nn.Module):
                 f"{type(self.model).__name__} does not take its logits straight from its last hidden state "
                 f"(log-probabilities differ by {gap:.2g} nats); this architecture is not supported in PPO"
             )
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile each layer of a decoder by itself, for any shapes: what is compiled for one layer serves all."""
+    torch._dynamo.config.recompile_limit = 64  # the code of a layer is compiled for every role, type and mode
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def logit_rule(model: PreTrainedModel) -> tuple[float, float | None]:

@@ -77,8 +77,10 @@ def begin(run: "Runtime[Any]") -> None:
 
 
 def doing(phase: str, ids: torch.Tensor | None = None) -> None:
-    """Note what begins now, for the message; `ids` [rows, tokens] are what is read."""
+    """Note what begins now, for the message and the clock of phases; `ids` [rows, tokens] are what is read."""
     _now.phase, _now.shape = phase, () if ids is None else tuple(ids.shape)
+    if _now.run is not None:
+        _now.run.phases.begin(phase)
 
 
 def explained(train: Callable[..., T]) -> Callable[..., T]:
@@ -131,17 +133,12 @@ def within_memory(run: "Runtime[Any]", num_rows: int, make: Callable[[], T], *mo
         _restore(before, run.device)
 
 
-def halve(run: "Runtime[Any]", num_rows: int, divides: bool = False) -> bool:
-    """Halve the microbatch of `num_rows`, say so and record it; False where it is one row already.
-
-    With `divides` it becomes a divisor of `num_rows`.
-    """
+def halve(run: "Runtime[Any]", num_rows: int) -> bool:
+    """Halve the microbatch of `num_rows`, say so and record it; False where it is one row already."""
     size = min(run.microbatch_size or num_rows, num_rows)
     if size == 1:
         return False
     smaller = size // 2
-    while divides and num_rows % smaller:
-        smaller -= 1
     run.state["microbatch_size"] = smaller
     run.say(f"out of memory in {_where()}: microbatch_size {size} → {smaller}, the global batch stays as it is")
     return True

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
 from rlhf.data.split import train_and_eval
-from rlhf.stages import logs, out_of_memory, stopping
+from rlhf.stages import logs, out_of_memory, profile, stopping
 from rlhf.stages.artifact import AnyStage, Artifact, identify, refuse_damaged_model, remove_temporaries, seal
 from rlhf.stages.checkpoints import (
     CannotWrite,
@@ -81,10 +81,13 @@ class Runtime(Processes, Generic[AnyStage]):
         """Tensors that belong to it beside models and optimizers, each group under the name of its file."""
         self.in_memory = ""
         """What models need all the time, in words; set by a stage that has loaded them."""
+        self.phases = profile.Phases(self.device, profile.limits(self.device_name, self.precision))
         self._started, self._tokens, self._tokens_since = time.monotonic(), 0, time.monotonic()
-        self._first_step, self._stop_code = 0, 0
+        self._first_step, self._told_step, self._stop_code = 0, 0, 0
         self._terminal = logs.Terminal(settings.stage, quiet=not self.is_main)
         self._trackers = logs.Trackers(settings, folder, self.say)
+        wanted = self.is_main and not evaluate_only and "RLHF_PROFILE" in os.environ
+        self._trace = profile.Trace(folder, settings.stage, self.phases, self.say) if wanted else None
         self.stopping = stopping.Stopping(folder, settings.stop_within, self.say, self._tell, self.others())
         if not evaluate_only:  # which has nothing to save
             self.write_status("running", 0)
@@ -121,7 +124,8 @@ class Runtime(Processes, Generic[AnyStage]):
         tokens = self.sum(torch.tensor(float(self._tokens), dtype=torch.float64)).item()
         peak = self._peak_gib()
         rate = tokens / max(now - self._tokens_since, 1e-9)
-        self._tokens, self._tokens_since = 0, now
+        of_phases = self.phases.row(max(step - self._told_step, 1), self.sum)
+        self._tokens, self._tokens_since, self._told_step = 0, now, step
         if not self.is_main:
             return
         row: dict[str, Any] = {"step": step, **logs.plain(metrics)}
@@ -129,8 +133,9 @@ class Runtime(Processes, Generic[AnyStage]):
             row["num_skipped"] = self.state["num_skipped"]
         if tokens:
             row["tokens_per_second"] = round(rate, 1)
-            if peak_flops := logs.peak_flops(self.device_name, self.precision):
-                row["mfu"] = round(rate * self.flops_per_token / (peak_flops * self.num_processes), 4)
+            if self.flops_per_token and (flops := self.phases.limits.flops):
+                row["mfu"] = round(rate * self.flops_per_token / (flops * self.num_processes), 4)
+        row |= of_phases
         row["peak_gib"] = peak
         with saying_what_cannot_be_written(self.folder, "metrics.jsonl or status.json"):
             logs.write_row(self.folder, row)
@@ -210,11 +215,23 @@ class Runtime(Processes, Generic[AnyStage]):
         stream = f"{self.settings.seed} {self.rank if per_process else 'weights'}" + (f" {step}" if step else "")
         set_seed(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "big"))
 
+    @property
+    def low_precision(self) -> torch.dtype | None:
+        """The autocast type, which models that are not trained may be kept in; None where all is float32."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+
     # -- checkpoints --------------------------------------------------------------------------------------
+
+    def step_is_done(self, step: int) -> None:
+        """`step` steps are behind: for the trace, if one is wanted."""
+        if self._trace is not None:
+            with self.clock_stopped(), saying_what_cannot_be_written(self.folder, "profile"):
+                self._trace.at(step)
 
     def checkpoint(self, step: int, good: bool = True) -> None:
         """Save every `save_every` steps if the step was `good`; save and stop if a signal came. `step` steps are
         done."""
+        self.step_is_done(step)
         stop = self.stop_requested()
         last = step == self.num_steps
         if stop or (good and step % self.settings.save_every == 0 and not last):
@@ -257,6 +274,7 @@ class Runtime(Processes, Generic[AnyStage]):
         step = self._load_newest()
         if step is not None and self.is_main:
             logs.forget_rows_after(self.folder, step)
+        self._told_step = self._told_step if step is None else step
         return step
 
     def newest_checkpoint(self) -> Checkpoint | None:
@@ -323,6 +341,10 @@ class Runtime(Processes, Generic[AnyStage]):
             self._trackers.start(step)
         self.write_status("running", step)
         self._first_step, self._started, self._tokens_since = step, time.monotonic(), time.monotonic()
+        self._told_step = step
+        self.phases.forget()
+        if self._trace is not None:
+            self._trace.begin(step, self.num_steps)
         self.stopping.training = True
 
     # -- the end ------------------------------------------------------------------------------------------
@@ -362,6 +384,8 @@ class Runtime(Processes, Generic[AnyStage]):
 
     def close(self) -> None:
         """Give the terminal, the signals and the memory back; let the trackers finish."""
+        if self._trace is not None:
+            self._trace.write()
         self._terminal.close()
         self._trackers.close()
         self.stopping.close()

@@ -31,6 +31,33 @@ class RewardSpec(Settings):
         return self
 
 
+class RolloutSettings(Settings):
+    """What samples the responses."""
+
+    engine: Literal["auto", "static", "transformers", "vllm"] = "auto"
+    """static is built in and fast; transformers is `generate`; vllm a server; auto takes static where it can."""
+    server_url: str | None = None
+    """Address of the vLLM server, such as http://127.0.0.1:8000; for engine vllm alone."""
+    weights_folder: str | None = None
+    """Folder for the weights on their way to the server, which must see it under the same path; the stage's own by
+    default."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds to wait for an answer of the server."""
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Bound on a token's importance weight, the trainer's probability over the server's; None leaves them out."""
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if self.engine == "vllm":
+            if self.server_url is None:
+                raise ValueError("engine vllm needs server_url, the address of its server")
+            return self
+        for name in ("server_url", "weights_folder", "timeout", "importance_cap"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect with engine {self.engine}; leave it out, or set engine: vllm")
+        return self
+
+
 class PPOSettings(StageSettings):
     """PPO from the SFT model against the reward model; the reference is the SFT model itself."""
 
@@ -42,6 +69,7 @@ class PPOSettings(StageSettings):
         "on_unhealthy",
         "offload",
         "gradient_checkpointing",
+        "compile",
     }
 
     model: str | None = None
@@ -71,6 +99,14 @@ class PPOSettings(StageSettings):
     """Keep reference and reward models in the CPU's memory while they are not needed."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, slower updates."""
+
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """What trained weights, their gradients and AdamW's moments are kept in. bf16 halves their memory; steps below a
+    256th of a weight are lost in it."""
+    compile: bool = False
+    """torch.compile on a GPU (elsewhere it does nothing): a minute more at the start, then faster."""
+    rollout: RolloutSettings = RolloutSettings.model_validate({})
+    """What samples the responses."""
 
     num_iterations: int = Field(100, ge=1)
     """Rollout phases, each followed by its updates."""
@@ -175,7 +211,8 @@ class PPOSettings(StageSettings):
     on_unhealthy: Literal["warn", "stop"] = "warn"
     """What a finding of the health monitor does: say it, or end the run with the state saved."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # fp16's loss scaling does not fit two optimisers
-    """Autocast type; auto takes bf16 where the device has it and fp32 elsewhere. Weights stay in fp32."""
+    """Autocast type; auto takes bf16 where the device has it and fp32 elsewhere. Models that are not trained are kept
+    in it; `weights` says what the others are kept in."""
     log_every: int = Field(1, ge=1)
     """Iterations between two lines of metrics."""
     save_every: int = Field(5, ge=1)
@@ -192,7 +229,11 @@ class PPOSettings(StageSettings):
         return super().code() | listed
 
     def result_settings(self) -> dict[str, Any]:
-        return super().result_settings() | {"rewards": [spec.weight for spec in self.rewards]}
+        of_rollout = {"engine": self.rollout.engine, "importance_cap": self.rollout.importance_cap}
+        return super().result_settings() | {
+            "rewards": [spec.weight for spec in self.rewards],
+            "rollout": of_rollout if self.rollout.engine == "vllm" else {},
+        }
 
     def refuse_missing_bitsandbytes(self) -> None:
         """Raises SettingsError where the base is to be quantised and there is nothing to do it with."""
@@ -249,6 +290,11 @@ class PPOSettings(StageSettings):
             raise ValueError("kl_target steers by multiplying kl_coef, and kl_coef is 0; start above it")
         if self.layout == "shared_trunk" and self.critic_warmup_iterations:
             raise ValueError("critic_warmup_iterations needs a critic of its own; layout shared_trunk has none")
+        if self.weights == "bf16" and (self.layout == "adapters" or self.precision == "fp32"):
+            raise ValueError(
+                "weights: bf16 is for layouts separate and shared_trunk (adapters keeps its base in bf16 anyway) and "
+                "needs precision bf16 or auto"
+            )
         if self.layout == "adapters" and self.offload:
             raise ValueError("offload is not possible in layout adapters, whose roles share one base")
         if self.lora.dropout:

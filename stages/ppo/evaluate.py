@@ -17,13 +17,14 @@ from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.stages.artifact import Artifact, read_settings
 from rlhf.stages.disk import replace_text
+from rlhf.stages.engines import Engine
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
 from rlhf.stages.out_of_memory import within_memory
-from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.config import PPOSettings, RolloutSettings
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
 from rlhf.stages.ppo.rewards import Rewards, load_rewards, response_texts
-from rlhf.stages.ppo.rollout import collect
+from rlhf.stages.ppo.rollout import collect, policy_engine
 from rlhf.stages.runtime import Runtime
 
 
@@ -51,7 +52,10 @@ class Evaluator:
         rewards: Rewards,
         prompts: list[Prompt],
         encoded: list[list[int]],
+        engines: dict[PolicyModel, Engine],
     ) -> None:
+        self.engines = engines
+        """What samples from each policy that is to be evaluated."""
         self.run, self.tokenizer, self.reference, self.rewards = run, tokenizer, reference, rewards
         repeats = run.settings.num_eval_samples
         self.asked = [prompt for prompt in prompts for _ in range(repeats)]
@@ -67,7 +71,8 @@ class Evaluator:
             torch.manual_seed(settings.seed + 500 + self.run.rank)
             mine = self.run.shard(list(range(len(self.prompts))))
             size = max(settings.rollout_batch_size // self.run.num_processes, 1)  # as many as in a rollout
-            for rows in (mine[start : start + size] for start in range(0, len(mine), size)):
+            most = -(-len(self.prompts) // self.run.num_processes)  # as often in every process: a server asks for it
+            for rows in (mine[start : start + size] for start in range(0, most, size)):
                 found += zip(rows, self._answers(policy, rows), strict=True)
         answers = [answer for _, answer in sorted(gather_object(found), key=lambda pair: pair[0])]
         if judge := settings.judge:
@@ -81,7 +86,7 @@ class Evaluator:
         run = self.run
         with run.accelerator.autocast():
             rollout = within_memory(run, len(rows), lambda: collect(
-                policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
+                self.engines[policy], policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
                 [self.asked[i] for i in rows], run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
                 run.microbatch_size,
             ))  # fmt: skip
@@ -110,7 +115,9 @@ def evaluate_folder(folder: Path) -> dict[str, float]:
     rewards = load_rewards(settings, tokenizer, policy.model)
     for model in (policy, reference, rewards):
         model.to(run.device).eval()
-    evaluator = Evaluator(run, tokenizer, reference, rewards, prompts, encoded)
+    settings.rollout = RolloutSettings.model_validate({})  # a server is not needed for this
+    engines = {model: policy_engine(run, model.model) for model in (policy, reference)}
+    evaluator = Evaluator(run, tokenizer, reference, rewards, prompts, encoded, engines)
     figures = comparison(evaluator(reference), evaluator(policy))
     run.close()
     return figures

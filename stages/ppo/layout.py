@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.stages import adapters
 from rlhf.stages.artifact import model_digest
 from rlhf.stages.disk import copy_folder
-from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, load_policy, load_scalar, save_folder
+from rlhf.stages.models import (
+    PolicyModel,
+    ScalarModel,
+    compile_layers,
+    fresh_head,
+    load_policy,
+    load_scalar,
+    save_folder,
+)
 from rlhf.stages.optimizers import trained
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.reward_models import ModelReward
@@ -78,8 +86,13 @@ def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) ->
     for model in (roles.policy, roles.critic):
         if model is not None:
             model.to(run.device).eval()
-            if settings.gradient_checkpointing:
-                recompute_layers(model)
+    if settings.compile and run.device.type == "cuda":
+        # All of them: compiled layers round less, and policy and reference are compared.
+        for decoder in (roles.policy.model, roles.reference.model, *_classifiers(roles)):
+            compile_layers(decoder)
+    for model in (roles.policy, roles.critic):
+        if model is not None and settings.gradient_checkpointing:
+            recompute_layers(model)
     for frozen in (roles.reference, roles.rewards):
         frozen.to("cpu" if settings.offload else run.device).eval()
     return roles
@@ -89,14 +102,18 @@ def _apart(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Rol
     """separate and shared_trunk."""
     settings = run.settings
     assert settings.model is not None
-    policy, reference = (PolicyModel(load_policy(settings.model, tokenizer)) for _ in range(2))
+    frozen = run.low_precision or torch.float32
+    kept = torch.bfloat16 if settings.weights == "bf16" else torch.float32
+    policy, reference = (PolicyModel(load_policy(settings.model, tokenizer, dtype)) for dtype in (kept, frozen))
     rewards = load_rewards(settings, tokenizer, policy.model)
+    _keep_in(frozen, rewards)
     if settings.layout == "shared_trunk":
         policy.value_head = fresh_head(policy.model.config.get_text_config().hidden_size)
         return Roles(policy, reference, None, rewards)
     if (start := rewards.critic_start) is None:
         run.say("no reward model reads the policy's tokens: the critic starts as ppo.model with a new head")
     critic = load_scalar(start or settings.model, tokenizer, new_head=start is None)
+    critic.classifier.base_model.to(kept)
     return Roles(policy, reference, critic, rewards)
 
 
@@ -104,7 +121,7 @@ def _on_one_base(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) 
     """adapters."""
     settings = run.settings
     assert settings.model is not None
-    dtype = torch.bfloat16 if run.accelerator.mixed_precision == "bf16" else torch.float32
+    dtype = run.low_precision or torch.float32
     base = load_policy(settings.model, tokenizer, dtype, **_quantized(settings, dtype, run.device))
     base.requires_grad_(False).to(run.device)
     for module in base.modules():
@@ -128,10 +145,21 @@ def _on_one_base(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) 
         adapters.add_lora(classifier, settings.lora)
         critic = ScalarModel(classifier)
     rewards = load_rewards(settings, tokenizer, base, on_base)
-    for model in rewards.models:
-        if isinstance(model, ModelReward) and model.scalar is not on_base:
-            model.scalar.classifier.base_model.to(dtype)  # its head stays in float32
+    _keep_in(dtype, rewards, but=on_base)
     return Roles(PolicyModel(policy), PolicyModel(base), critic, rewards)
+
+
+def _classifiers(roles: Roles) -> list[PreTrainedModel]:
+    """Those of critic and reward models that read the policy's ids."""
+    scalars = [model.scalar for model in roles.rewards.models if isinstance(model, ModelReward) and not model.tokenizer]
+    return [scalar.classifier for scalar in [*scalars, *([roles.critic] if roles.critic else [])]]
+
+
+def _keep_in(dtype: torch.dtype, rewards: Rewards, but: ScalarModel | None = None) -> None:
+    """Reward models in `dtype`; their heads stay in float32."""
+    for model in rewards.models:
+        if isinstance(model, ModelReward) and model.scalar is not but:
+            model.scalar.classifier.base_model.to(dtype)
 
 
 def _quantized(settings: PPOSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -163,8 +191,8 @@ def recompute_layers(model: nn.Module) -> None:
 def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, float]:
     """An estimate in GiB of what each role holds for the whole run, and of the rollout's cache.
 
-    Weights, and for those that are trained float32 gradients and AdamW's two moments. A tensor that several roles
-    share counts where it is met first; what is offloaded does not count. Activations of a microbatch come on top;
+    Weights, and for those that are trained gradients and AdamW's two moments of the same type. A tensor that several
+    roles share counts where it is met first; what is offloaded does not count. Activations of a microbatch come on top;
     logits stay below a GiB or two.
     """
     named: dict[str, nn.Module | None] = {
@@ -179,7 +207,7 @@ def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, floa
         for parameter in () if model is None else model.parameters():
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                total += parameter.nbytes + (12 * parameter.numel() if parameter.requires_grad else 0)
+                total += parameter.nbytes * (4 if parameter.requires_grad else 1)
         if total:
             found[name] = total / GIB
     if settings.ema_decay is not None:
@@ -189,7 +217,7 @@ def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, floa
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = settings.max_prompt_length + settings.max_new_tokens
     num_rows = min(num_rows, settings.generation_batch_size or num_rows)
-    size = 2 if roles.policy.model.dtype == torch.bfloat16 else 4
+    size = 4 if roles.reference.model.dtype == torch.float32 else 2
     found["rollout cache"] = 2 * config.num_hidden_layers * heads * width * length * num_rows * size / GIB
     return found
 

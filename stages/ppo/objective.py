@@ -89,6 +89,17 @@ def update_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
     return _where(mask, _float(logprobs) - _float(old_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def truncated_importance_weights(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:
+    """What the policy's gradient at each token [B,R] is multiplied by when another program sampled it; no gradient.
+
+    `sampled_logprobs` are those of the law that was sampled, `logprobs` those that the trainer gives the same weights.
+    The two differ by rounding; min(e^(logprobs − sampled), `cap`) makes good for it on average, up to the cap, which
+    bounds the variance (Yao et al. 2025, truncated importance sampling). 1 where the mask is False.
+    """
+    log_ratio = _where(mask, _float(logprobs) - _float(sampled_logprobs)).detach()
+    return log_ratio.exp().clamp(max=cap).where(mask, 1.0)
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,

@@ -3,14 +3,17 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.collate import pad_left
 from rlhf.data.rows import Prompt
-from rlhf.stages.generation import sample
+from rlhf.stages.engines import Engine
+from rlhf.stages.engines.choice import make_engine
+from rlhf.stages.engines.vllm import VLLMEngine
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.out_of_memory import doing
@@ -18,6 +21,7 @@ from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import after_the_end, response_mask
 from rlhf.stages.ppo.reward_models import Episodes
 from rlhf.stages.ppo.rewards import Rewards, response_texts
+from rlhf.stages.runtime import Runtime
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Rollout:
     attention_mask: Tensor  # [B,T] True on prompt tokens and on the response up to its stop token
     mask: Tensor  # [B,R] True on the response up to its stop token, which is an action like the others
     logprobs: Tensor  # [B,R] of the policy that sampled, at the sampling temperature
+    sampled_logprobs: Tensor  # [B,R] the same, as the engine has it that sampled
     ref_logprobs: Tensor  # [B,R] of the reference, at the same temperature
     entropy: Tensor  # [B,R]
     values: Tensor  # [B,R] of the state before each token; zeros without a critic
@@ -65,8 +70,23 @@ class Rollout:
         return Rollout(**{f.name: cut(f.name) for f in fields(self)})
 
 
+def policy_engine(run: Runtime[PPOSettings], model: PreTrainedModel) -> Engine:
+    """What samples from `model`, as the settings say; a server is for the policy that is trained."""
+    settings = run.settings
+    given = settings.rollout
+    if given.engine != "vllm":
+        return make_engine(model, given.engine, run.low_precision, settings.generation_batch_size, compiled=True)
+    assert given.server_url is not None
+    assert settings.model is not None
+    longest = settings.max_prompt_length + settings.max_new_tokens
+    folder = Path(given.weights_folder or run.folder)
+    vocab_size = model.config.get_text_config().vocab_size
+    return VLLMEngine(given.server_url, run, settings.model, vocab_size, longest, folder, given.timeout)
+
+
 @torch.no_grad()
 def collect(
+    engine: Engine,
     policy: PolicyModel,
     reference: PolicyModel,
     rewards: Rewards,
@@ -80,11 +100,14 @@ def collect(
 ) -> Rollout:
     """One response per prompt, with log-probabilities, values and scores. All models are in eval mode.
 
-    `asked` are the prompts as they were read, for the rewards. `microbatch_size` episodes are read at a time.
+    `engine` samples from the policy. `asked` are the prompts as they were read, for the rewards. `microbatch_size`
+    episodes are read at a time.
     """
     device, pad_token_id = policy.model.device, tokenizer.pad_token_id
     doing("sampling")
-    responses = _responses(policy, prompts, settings, stop_token_ids, pad_token_id)  # [B,R]
+    law = settings.max_new_tokens, settings.temperature, stop_token_ids, pad_token_id
+    sampled = engine.generate(prompts, *law)
+    responses = sampled.tokens.to(device)  # [B,R]
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad_token_id))  # [B,P]
     mask = response_mask(responses, stop_token_ids)
     input_ids = torch.cat([prompt_ids, responses], dim=1)
@@ -106,24 +129,9 @@ def collect(
             Episodes(input_ids, attention_mask, mask, ended, asked, texts), microbatch_size
         )
     return Rollout(
-        input_ids, attention_mask, mask, logprobs, ref_logprobs, entropy, values, scores, parts_of_score, ended
+        input_ids, attention_mask, mask, logprobs, sampled.logprobs.to(device), ref_logprobs, entropy, values, scores,
+        parts_of_score, ended,
     )  # fmt: skip
-
-
-def _responses(
-    policy: PolicyModel, prompts: list[list[int]], settings: PPOSettings, stop_token_ids: list[int], pad_token_id: int
-) -> Tensor:
-    """Responses [B,R], sampled `generation_batch_size` at a time."""
-    size = settings.generation_batch_size or len(prompts)
-    parts = [
-        sample(
-            policy.model, prompts[start : start + size], settings.max_new_tokens, settings.temperature,
-            stop_token_ids, pad_token_id,
-        )
-        for start in range(0, len(prompts), size)
-    ]  # fmt: skip
-    length = max(part.shape[1] for part in parts)
-    return torch.cat([nn.functional.pad(part, (0, length - part.shape[1]), value=pad_token_id) for part in parts])
 
 
 def read_part(

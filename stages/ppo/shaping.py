@@ -8,7 +8,14 @@ from torch import Tensor
 
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.objective import after_the_end, gae, overlong_penalty, token_rewards, whiten
+from rlhf.stages.ppo.objective import (
+    after_the_end,
+    gae,
+    overlong_penalty,
+    token_rewards,
+    truncated_importance_weights,
+    whiten,
+)
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.runtime import Runtime
 
@@ -75,4 +82,9 @@ def targets(rollout: Rollout, scores: Tensor, kl_coef: float, settings: PPOSetti
     advantages = torch.where(rollout.mask, advantages, 0.0)
     if settings.whiten_advantages:
         advantages = whiten(advantages, rollout.mask)
+    if settings.rollout.engine == "vllm" and settings.rollout.importance_cap is not None:
+        cap = settings.rollout.importance_cap
+        # Part of the policy's loss, which is linear in the advantages; the critic's targets stay as they are.
+        weights = truncated_importance_weights(rollout.logprobs, rollout.sampled_logprobs, rollout.mask, cap)
+        advantages = advantages * weights
     return Targets(advantages, returns, rewarded)

@@ -26,10 +26,11 @@ from rlhf.stages.ppo.health import Finding, Health
 from rlhf.stages.ppo.layout import described, keep_policy, load_roles, memory, prepare, put_in_place, save_critic
 from rlhf.stages.ppo.objective import AdaptiveKL
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
-from rlhf.stages.ppo.rollout import Rollout, collect
+from rlhf.stages.ppo.rollout import Rollout, collect, policy_engine
 from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import shaped_scores, targets
 from rlhf.stages.ppo.update import Updater
+from rlhf.stages.ppo.work import Work
 from rlhf.stages.runtime import Runtime
 
 
@@ -58,22 +59,27 @@ def train(folder: str | Path) -> dict[str, Any]:
         run.batch_size("ptx_batch_size", settings.ptx_batch_size, settings.ptx_batch_size)
     stops = [tokenizer.eos_token_id]
     update = Updater(run, policy, critic, optimizers, ptx_blocks(run, tokenizer))
-    evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded)
+    engine = policy_engine(run, roles.policy.model)
+    engine.sync(roles.policy.model)
+    engines = {roles.policy: engine}
+    evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded, engines)
     run.say(f"{len(encoded)} prompts, {len(eval_encoded)} held out, {batch_size} episodes an iteration")
     run.in_memory = described(memory(roles, settings, batch_size // run.num_processes))
     run.say(f"layout {settings.layout}; {run.in_memory}")
     run.seed(per_process=True)
     selection = Selection(run, tokenizer, sft=evaluator(roles.policy))  # which has learned nothing yet
+    work = Work(run, roles)
     health = Health(batch_size, settings.max_new_tokens, settings.critic_warmup_iterations)
     run.state["kl_coef"] = settings.kl_coef
 
     def answer(batch: list[int]) -> Rollout:
         return collect(
-            roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch], [prompts[i] for i in batch],
-            settings, stops, tokenizer, run.microbatch_size,
+            engine, roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch],
+            [prompts[i] for i in batch], settings, stops, tokenizer, run.microbatch_size,
         )  # fmt: skip
 
     start = run.resume()
+    engine.sync(roles.policy.model)
     health.load_state_dict(run.state.get("health", health.state_dict()))
     for iteration in range(start, settings.num_iterations):
         rate = schedule(iteration, settings)
@@ -89,6 +95,8 @@ def train(folder: str | Path) -> dict[str, Any]:
         shaped = shaped_scores(run, rollout)
         learned = targets(rollout, shaped, kl_coef, settings)
         stats = update(rollout, learned, iteration, kl_coef)
+        engine.sync(roles.policy.model)
+        work.count(rollout, stats.get("num_updates", 0), iteration >= settings.critic_warmup_iterations)
         done, taken = iteration + 1, bool(stats)  # without a step that was taken, the iteration is skipped as a whole
         count_in_a_row(run, done, taken, f"of its optimiser steps none could be taken: {update.fault}")
         row = {"kl_coef": kl_coef, "learning_rate": settings.learning_rate * rate}
@@ -104,7 +112,8 @@ def train(folder: str | Path) -> dict[str, Any]:
             run.say(f"iteration {done}: {finding.name}: {finding.message}")
         evaluate_now = done % settings.eval_every == 0 or done == settings.num_iterations
         if evaluate_now:
-            row |= selection.consider(done, roles.policy, evaluator)
+            with run.phases.evaluation():
+                row |= selection.consider(done, roles.policy, evaluator)
         run.count_tokens(int(rollout.mask.sum()))
         run.log(done, row, force=evaluate_now)
         if findings and settings.on_unhealthy == "stop":
@@ -146,12 +155,13 @@ def rollout_stats(
     residual, returns = (torch.where(mask, x, 0.0) for x in (returns - rollout.values, returns))
     # Double before they are squared: float32 loses the variance of large numbers that lie close together.
     scores, residual, returns = (x.cpu().double() for x in (rollout.scores, residual, returns))
+    gap = torch.where(mask, (rollout.logprobs - rollout.sampled_logprobs).abs(), 0.0)
     sums = torch.stack([x.sum().cpu().double() for x in (
-        rollout.kl, scores, scores.square(), shaped, rollout.ended,
+        gap, rollout.kl, scores, scores.square(), shaped, rollout.ended,
         torch.where(mask, rollout.entropy, 0.0), residual, residual.square(), returns, returns.square(),
         mask, mask.any(-1),
     )])  # fmt: skip
-    kl, score, score2, final, ended, entropy, res, res2, ret, ret2, tokens, episodes = run.sum(sums).tolist()
+    gap, kl, score, score2, final, ended, entropy, res, res2, ret, ret2, tokens, episodes = run.sum(sums).tolist()
 
     def variance(first: float, second: float, count: float) -> float:
         return max(second / count - (first / count) ** 2, 0.0)
@@ -168,6 +178,7 @@ def rollout_stats(
         "non_score_reward": -kl_coef * kl / episodes,
         "rlhf_reward": (final - kl_coef * kl) / episodes,
         "entropy": entropy / tokens,
+        "sampler_gap": gap / tokens,
         "eos_share": ended / episodes,
         "length": tokens / episodes,
         "length_max": run.max(rollout.lengths.amax()[None]).item(),
@@ -188,6 +199,14 @@ def self_check(run: Runtime[PPOSettings], policy: torch.nn.Module, rollout: Roll
         raise RuntimeError(
             f"self-check: the update sees other log-probabilities than the rollout (by {gap:.2g} nats): dropout, "
             "a random layer, or an attention that depends on the other rows of the batch"
+        )
+    gap = (
+        torch.where(part.mask, (part.logprobs - part.sampled_logprobs).abs(), 0.0).sum().item() / part.mask.sum().item()
+    )
+    if gap > (1e-3 if exact and settings.rollout.engine != "vllm" else 0.1):
+        raise RuntimeError(
+            f"self-check: the engine samples from another law than the policy's (by {gap:.2g} nats on average); use "
+            "rollout.engine transformers, or start its server with ppo.model"
         )
     gap = torch.where(part.mask, part.logprobs - part.ref_logprobs, 0.0).abs().max().item()
     if first and gap > (1e-5 if exact else 3e-2):

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf.stages.models import logit_rule
+from rlhf.stages.head_loss import takes_logits_straight
 
 LOGITS_AT_ONCE, COMPILED_AT_ONCE = 2**27, 2**28
 """Numbers in the piece of the logits that is in memory; compiled, there are no copies of it beside."""
@@ -107,18 +107,3 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad, None, None
-
-
-@torch.no_grad()
-def takes_logits_straight(model: PreTrainedModel) -> bool:
-    """Whether logits are nothing but the last hidden state times the output embeddings: no scale, cap or bias."""
-    if logit_rule(model) != (1.0, None) or getattr(model.get_output_embeddings(), "bias", None) is not None:
-        return False
-    was_training = model.training
-    model.eval()
-    ids = torch.arange(8, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    ours = hidden @ model.get_output_embeddings().weight.T
-    theirs = model(input_ids=ids, use_cache=False).logits
-    model.train(was_training)
-    return torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-3)

@@ -20,7 +20,7 @@ from rlhf.stages.artifact import read_settings
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import copy_folder
-from rlhf.stages.generation import sample
+from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import hand_over, num_positions, save_folder
 from rlhf.stages.optimizers import adamw, learning_rate_at, scaled_step, set_learning_rate, trained
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
@@ -62,6 +62,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         batch = corpus.rows.batch(step + health.state["data_offset"], batch_size, settings.seed)
         stats = optimise(run, loss_of, optimizers, batch, health.limit, eos)
         step += 1
+        run.step_is_done(step)
         health.add(step, stats)
         is_last, stop = step == settings.num_steps, run.stop_requested()
         evaluate_now = is_last or step % settings.eval_every == 0
@@ -80,7 +81,7 @@ def train(folder: str | Path) -> dict[str, Any]:
             if math.isfinite(health.grad_norm):  # a scaler of float16 looks for its scale by overflowing
                 row |= {"grad_norm": health.grad_norm}
         if evaluate_now:
-            with run.clock_stopped():
+            with run.clock_stopped(), run.phases.evaluation():
                 row["val_loss"] = validation_loss(run, run.unwrap(loss_of), corpus.eval_rows, eos)
                 show_samples(run, model, tokenizer, prompts, step)
             if row["val_loss"] < run.state.get("best_val_loss", math.inf):
@@ -254,12 +255,12 @@ def show_samples(
         return
     doing("sampling")
     model.eval()
-    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), run.accelerator.autocast():
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
         room = num_positions(model) - max(map(len, prompts))
-        found = sample(
-            model, prompts, min(settings.sample_length, room), 1.0, [tokenizer.eos_token_id], tokenizer.pad_token_id
-        )  # fmt: skip
+        length, stops = min(settings.sample_length, room), [tokenizer.eos_token_id]
+        engine = make_engine(model, dtype=run.low_precision)
+        found = engine.generate(prompts, length, 1.0, stops, tokenizer.pad_token_id).tokens
     model.train()
     with (run.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
         for prompt, ids in zip(settings.sample_prompts, found, strict=True):

@@ -1,8 +1,8 @@
-"""Answers sampled from the backbone and ranked by a judge, beside the written ones."""
+"""Answers sampled from the backbone, or from a model behind a server, and ranked by a judge with the written ones."""
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,10 +10,12 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.data.errors import SettingsError
 from rlhf.data.rows import Messages, Ranking, prompt_text
 from rlhf.data.tokens import encode_prompt
 from rlhf.stages.disk import replace_text
-from rlhf.stages.generation import sample
+from rlhf.stages.endpoint import ChatModel
+from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import load_policy
 from rlhf.stages.out_of_memory import doing
@@ -55,15 +57,11 @@ def with_sampled_answers(
 def sample_answers(
     run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages]
 ) -> list[list[str]]:
-    """`num_sampled_answers` texts per prompt from the stage's backbone; the work is shared by the processes."""
+    """`num_sampled_answers` texts per prompt from backbone or server; the work is shared by the processes."""
     settings = run.settings
-    assert settings.model is not None
-    policy = load_policy(settings.model, tokenizer).to(run.device).eval()
-    room = settings.max_length - settings.max_new_tokens
-    encoded = [encode_prompt(tokenizer, prompt, max_length=room) for prompt in prompts]
+    answer = _from_backbone(run, tokenizer, prompts) if settings.answers_from is None else _from_server(run, prompts)
     every = [i for i in range(len(prompts)) for _ in range(settings.num_sampled_answers)]
     jobs = run.shard(every)
-    run.seed(per_process=True)
     found: list[tuple[int, str]] = []
     for start in range(0, -(-len(every) // run.num_processes), _AT_ONCE):  # as often in every process
         if run.stop_requested():
@@ -71,22 +69,49 @@ def sample_answers(
         batch = jobs[start : start + _AT_ONCE]
         if not batch:
             continue
-        doing("sampling")
-        with run.accelerator.autocast():
-            responses = sample(
-                policy, [encoded[i] for i in batch], settings.max_new_tokens, settings.temperature,
-                [tokenizer.eos_token_id], tokenizer.pad_token_id,
-            )  # fmt: skip
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        found += [(i, text.strip()) for i, text in zip(batch, texts, strict=True)]
+        found += [(i, text.strip()) for i, text in zip(batch, answer(batch), strict=True)]
         run.say(f"sampled about {len(found) * run.num_processes} of {len(every)} answers", now_and_then=True)
     run.say(f"sampled {len(every)} answers to {len(prompts)} prompts")
-    del policy
+    del answer
     torch.cuda.empty_cache()
     answers: list[list[str]] = [[] for _ in prompts]
     for i, text in sorted(gather_object(found)):
         answers[i].append(text)
     return answers
+
+
+def _from_backbone(
+    run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages]
+) -> Callable[[list[int]], list[str]]:
+    settings = run.settings
+    assert settings.model is not None
+    policy = load_policy(settings.model, tokenizer).to(run.device).eval()
+    room = settings.max_length - settings.max_new_tokens
+    encoded = [encode_prompt(tokenizer, prompt, max_length=room) for prompt in prompts]
+    engine = make_engine(policy, dtype=run.low_precision, compiled=True)
+    run.seed(per_process=True)
+
+    def answer(rows: list[int]) -> list[str]:
+        doing("sampling")
+        responses = engine.generate(
+            [encoded[i] for i in rows], settings.max_new_tokens, settings.temperature, [tokenizer.eos_token_id],
+            tokenizer.pad_token_id,
+        ).tokens  # fmt: skip
+        texts: list[str] = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        return texts
+
+    return answer
+
+
+def _from_server(run: Runtime[RewardSettings], prompts: Sequence[Messages]) -> Callable[[list[int]], list[str]]:
+    settings = run.settings
+    assert settings.answers_from is not None
+    given = settings.answers_from
+    try:
+        model = ChatModel(given.url, given.model, given.key_variable)
+    except ValueError as error:
+        raise SettingsError(f"reward.answers_from.url: {error}") from error
+    return lambda rows: model.answers([prompts[i] for i in rows], settings.max_new_tokens, settings.temperature)
 
 
 def judged(judge: str, rows: list[Ranking], noise: float, seed: int) -> list[Ranking]:

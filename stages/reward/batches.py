@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.collate import pad_examples
+from rlhf.data.collate import pack, pad_examples
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Messages, Ranking
 from rlhf.data.tokens import Encoded, encode_example
-from rlhf.stages.microbatches import pieces
+from rlhf.stages.microbatches import packs, pieces
+from rlhf.stages.packing import TOKENS_AT_ONCE, Pack, sent
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
 
@@ -50,20 +51,34 @@ class Batch:
     ranks: Tensor  # [N,K]
     strengths: Tensor  # [N,K], 0 where they are unknown
     mask: Tensor  # [N,K], True where there is an answer
+    packed: Pack | None = None
+    """The answers in one row, without padding, where the model is to read them so."""
+    slots: Tensor | None = None  # [A,T]: where in the pack a token lies; anywhere for padding
 
     def by_prompt(self, scores: Tensor) -> Tensor:
         """Scores [A] as [N,K], 0 where there is no answer."""
         return torch.zeros_like(self.ranks).masked_scatter(self.mask, scores)
 
 
-def collate(rows: Sequence[Ranked], pad: int, device: torch.device) -> Batch:
-    """The tensors of some prompts."""
+def collate(
+    rows: Sequence[Ranked], pad: int, device: torch.device, longest: int | None = None, multiple: int = 1
+) -> Batch:
+    """The tensors of some prompts; the width is a multiple of `multiple`. Packed, if the `longest` answer is given."""
     answers = [answer for row in rows for answer in row.answers]
-    ids, attention, response = pad_examples(answers, pad)
+    ids, attention, response = pad_examples(answers, pad, multiple)
     best = torch.tensor([best for row in rows for best in row.best])
     ranks, mask = padded([row.ranks for row in rows])
     strengths, _ = padded([row.strengths or [0.0] * len(row.ranks) for row in rows])
-    return Batch(*(x.to(device) for x in (ids, attention, response, best, ranks, strengths, mask)))
+    packed = slots = None
+    if longest is not None:
+        texts = [answer.input_ids for answer in answers]
+        packed = Pack(*pack(texts, pad, multiple), longest)
+        places = packed.borders[: len(texts), None].long() + torch.arange(ids.shape[1])
+        packed, slots = packed.to(device), sent(device, torch.where(attention, places, 0))[0]
+    ids, attention, response, best, ranks, strengths, mask = sent(
+        device, ids, attention, response, best, ranks, strengths, mask
+    )
+    return Batch(ids, attention, response, best, ranks, strengths, mask, packed, slots)
 
 
 def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
@@ -73,13 +88,16 @@ def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
     return numbers, torch.arange(width) < torch.tensor(list(map(len, rows)))[:, None]
 
 
-def passes(data: Sequence[Ranked], rows: list[int], max_rows: int | None, max_tokens: int | None) -> list[list[int]]:
-    """`rows` of the data cut into forward passes of at most `max_rows` and `max_tokens`; one without either.
+def passes(
+    data: Sequence[Ranked], rows: list[int], max_rows: int | None, max_tokens: int | None, packed: bool = False
+) -> list[list[int]]:
+    """`rows` of the data cut into forward passes of at most `max_rows` and `max_tokens`.
 
-    Whole prompts, those with about equally long answers together, so that little is padding.
+    Whole prompts, those with about equally long answers together, so that little is padding; `packed`, any.
     """
-    if not (max_rows or max_tokens):
-        return [rows] if rows else []
+    if packed:
+        tokens = [sum(len(answer.input_ids) for answer in row.answers) for row in data]
+        return packs(tokens, max_tokens or TOKENS_AT_ONCE, max_rows, rows)
     longest = [max(len(answer.input_ids) for answer in row.answers) for row in data]
     counts = [len(row.answers) for row in data]
     cut = pieces([0] * len(data), longest, max_rows, rows, counts, max_tokens)

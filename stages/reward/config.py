@@ -1,11 +1,22 @@
 """Settings of the reward stage."""
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import LoraSettings, StageSettings
+from rlhf.stages.settings import LoraSettings, Settings, StageSettings
+
+
+class AnswersFrom(Settings):
+    """A model behind an OpenAI-compatible server."""
+
+    url: str
+    """Address of the server, such as http://127.0.0.1:8000; it is not in the key, as the model is."""
+    model: str
+    """The model, by the server's name for it."""
+    key_variable: str | None = None
+    """Environment variable that holds the server's API key, if it wants one."""
 
 
 class RewardSettings(StageSettings):
@@ -14,7 +25,7 @@ class RewardSettings(StageSettings):
     stage: ClassVar[str] = "reward"
     code_fields: ClassVar[tuple[str, ...]] = ("judge",)
     not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {
-        "eval_every", "microbatch_tokens", "min_accuracy", "min_over_longer_wins", "compare_with",
+        "eval_every", "microbatch_tokens", "packing", "compile", "min_accuracy", "min_over_longer_wins", "compare_with",
     }  # fmt: skip
 
     model: str | None = None
@@ -27,6 +38,8 @@ class RewardSettings(StageSettings):
     """module:function (prompts, responses) -> qualities; ranks sampled answers and gives noiseless held-out ranks."""
     num_sampled_answers: int = Field(0, ge=0)
     """Answers per prompt that are sampled from the backbone and ranked by the judge with the written ones."""
+    answers_from: AnswersFrom | None = None
+    """Sample the answers from a model behind a server, which is sent the messages, instead of the backbone."""
     judge_noise: float = Field(0.0, ge=0, lt=1)
     """Share of the training answers that the judge grades blindly."""
     temperature: float = Field(1.0, gt=0)
@@ -70,7 +83,13 @@ class RewardSettings(StageSettings):
     """Train low-rank adapters and the head instead of all weights; model/ has them merged, and model/adapter/ as they
     are, for ppo's `layout: adapters`."""
     microbatch_tokens: int | None = Field(None, ge=1)
-    """Tokens per forward pass on one device, padding included; prompts whose answers are of like length share one."""
+    """Tokens per forward pass on one device, padding included; prompts whose answers are of like length share one. By
+    default there is no limit but microbatch_size, and 16384 for packed answers."""
+    packing: bool | None = None
+    """Read several answers as one row, without padding; they do not see each other. By default on a GPU in bf16 or
+    fp16, where attention has a kernel for it. What a step learns from stays the same."""
+    compile: bool = False
+    """torch.compile on a GPU (elsewhere it does nothing): a minute more at the start, then faster."""
     eval_every: int = Field(100, ge=1)
     """Steps between two held-out accuracies."""
     min_accuracy: float | None = Field(None, gt=0, le=1)
@@ -80,6 +99,9 @@ class RewardSettings(StageSettings):
     compare_with: list[str] = Field([])
     """Other reward models (folders or hub ids), scored on the same held-out rankings when this one is finished; the
     report card tells how far they agree."""
+
+    def result_settings(self) -> dict[str, Any]:
+        return super().result_settings() | {"answers_from": self.answers_from and self.answers_from.model}
 
     @model_validator(mode="after")
     def _options_of_pairs(self) -> Self:
@@ -94,6 +116,8 @@ class RewardSettings(StageSettings):
     def _samples_have_a_judge(self) -> Self:
         if self.num_sampled_answers and not self.judge:
             raise ValueError("num_sampled_answers needs a judge (module:function) to rank the answers")
+        if self.answers_from and not self.num_sampled_answers:
+            raise ValueError("answers_from has no effect without num_sampled_answers; leave it out, or set that")
         if self.num_sampled_answers and self.max_new_tokens >= self.max_length:
             raise ValueError(
                 f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt in max_length {self.max_length}"

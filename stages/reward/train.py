@@ -18,11 +18,13 @@ from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Ranking, prompt_key, read_rankings
 from rlhf.stages import adapters
 from rlhf.stages.artifact import model_digest, read_settings
-from rlhf.stages.bad_numbers import count_step, take_step
+from rlhf.stages.bad_numbers import count_step
+from rlhf.stages.late import Late, step_if_fine
 from rlhf.stages.models import (
     PolicyModel,
     ScalarModel,
     check_positions,
+    compile_layers,
     hand_over,
     load_policy,
     load_scalar,
@@ -31,6 +33,7 @@ from rlhf.stages.models import (
 )
 from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, trained
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
+from rlhf.stages.packing import MULTIPLE, as_written, packs_here, reads_packs
 from rlhf.stages.reward.answers import judged, with_sampled_answers
 from rlhf.stages.reward.batches import Batch, Ranked, collate, encode_rows, padded, passes
 from rlhf.stages.reward.config import RewardSettings
@@ -44,6 +47,7 @@ from rlhf.stages.reward.evaluate import (
     scores_of_others,
 )
 from rlhf.stages.reward.objective import comparable, margins, ranking_loss
+from rlhf.stages.reward.scorer import Scorer
 from rlhf.stages.runtime import Runtime
 
 
@@ -75,32 +79,50 @@ def train(folder: str | Path) -> dict[str, Any]:
         adapters.checkpoint_trained_only(run.accelerator)
     optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
     run.in_memory = weights_in_memory(model, *([lm_head] if lm_head else []))
+    packed = packs_here(settings.packing, run.device, run.accelerator.mixed_precision) and reads_packs(
+        model.classifier, run.accelerator.autocast()
+    )
+    if settings.packing and not packed:
+        run.say("reward.packing has no effect: this model, or its attention on this device, does not keep texts apart")
+    compiled = settings.compile and run.device.type == "cuda"
+    if compiled:
+        compile_layers(model)
+    multiple = MULTIPLE if run.device.type == "cuda" and (packed or compiled) else 1
+    longest = -(-max(len(a.input_ids) for row in data for a in row.answers) // MULTIPLE) * MULTIPLE if packed else None
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
     run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
     if settings.margin_scale and all(row.strengths is None for row in data):
         run.say("reward.margin_scale has no effect: no answer in the data has a strength")
-    start = run.resume()
+    start, late = run.resume(), Late()
     for step in range(start, run.num_steps):
         learning_rate = learning_rate_at(
             step, run.num_steps, settings.learning_rate, math.ceil(settings.warmup_share * run.num_steps), 0.1
         )
         set_learning_rate(optimizer, learning_rate)
         batch = [data[i] for i in batch_indices(len(data), batch_size, step, settings.seed)]
-        found = optimise(run, model, optimizer, batch, pad, lm_head)
-        done = step + 1
-        taken = count_step(run, done, found)
+        late.add(step + 1, optimise(run, model, optimizer, batch, pad, lm_head, longest, multiple))
+        done, last = step + 1, step + 1 == run.num_steps
+        evaluate_now = last or done % settings.eval_every == 0
+        told_now = evaluate_now or any(done % every == 0 for every in (settings.log_every, settings.save_every))
+        told_now |= run.stop_requested()
+        for number, found in late.read(all_steps=told_now):
+            taken = count_step(run, number, found)
+        if not told_now:
+            continue
         row = {**(found if taken else {}), "learning_rate": learning_rate}
-        evaluate_now = done % settings.eval_every == 0 or done == run.num_steps
         if evaluate_now:
-            row["accuracy"] = accuracy(run, run.unwrap(model), eval_data, pad)
+            with as_written(compiled):
+                row["accuracy"] = accuracy(run, run.unwrap(model), eval_data, pad)
         run.log(done, row, force=evaluate_now)
         run.checkpoint(done, good=taken)
     scorer = run.unwrap(model)
-    scorer.mean, scorer.std = normaliser(run, scorer, data, pad)
-    run.on_main(lambda: save(folder, scorer, settings, tokenizer))
+    with as_written(compiled):
+        scorer.mean, scorer.std = normaliser(run, scorer, data, pad)
+        run.on_main(lambda: save(folder, scorer, settings, tokenizer))
+        grades = grade(run, scorer, eval_data, pad, others)
     metrics = {
-        **grade(run, scorer, eval_data, pad, others),
+        **grades,
         "longer_wins_accuracy": longer_wins_accuracy(eval_data),
         "num_prompts": len(data),
         "num_eval_prompts": len(eval_data),
@@ -110,7 +132,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     return run.finish(metrics, hand_over(tokenizer, scorer.classifier))
 
 
-def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase) -> ScalarModel:
+def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase) -> Scorer:
     """The backbone with a new head, or a reward model with its own; scores are not normalised while it learns."""
     settings = run.settings
     assert settings.model is not None
@@ -123,8 +145,9 @@ def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerB
                 f"its scores were read with pooling '{model.pooling}', and are read with '{settings.pooling}' from now "
                 f"on; set reward.pooling={model.pooling} to go on as it was"
             )
-    model.pooling, model.mean, model.std = settings.pooling, 0.0, 1.0
-    return model
+    scorer = Scorer(model.classifier)
+    scorer.pooling, scorer.mean, scorer.std = settings.pooling, 0.0, 1.0
+    return scorer
 
 
 class LanguageHead(torch.nn.Module):
@@ -173,11 +196,14 @@ def optimise(
     batch: list[Ranked],
     pad: int,
     lm_head: PolicyModel | None = None,
-) -> dict[str, float]:
+    longest: int | None = None,
+    multiple: int = 1,
+) -> dict[str, Tensor]:
     """One optimiser step; every answer is read once, and each prompt weighs the same however many it has.
 
-    Returns the losses, that of the ranking without margins, and the gradient's norm. Where one of them is not finite,
-    the step was not taken.
+    Answers are packed if the length of the `longest` in all steps is given. Returns the losses, that of the ranking
+    without margins, and the gradient's norm, still on the device. Where one of them is not finite, the step was not
+    taken.
     """
     settings = run.settings
     model.train()
@@ -193,14 +219,16 @@ def optimise(
     def gradients() -> Tensor:
         """Of this process's share; its losses."""
         totals = torch.zeros(2, device=run.device)
-        for rows in run.accumulate(passes(batch, mine, run.microbatch_size, settings.microbatch_tokens), model):
-            part = collate([batch[i] for i in rows], pad, run.device)
+        cut = passes(batch, mine, run.microbatch_size, settings.microbatch_tokens, packed=longest is not None)
+        for rows in run.accumulate(cut, model):
+            part = collate([batch[i] for i in rows], pad, run.device, longest, multiple)
             doing("the update", part.ids)
+            read = {} if part.packed is None else {"packed": part.packed, "slots": part.slots}
             lm_loss = torch.zeros((), device=run.device)
             if lm_head is None:
-                values = model(part.ids, part.attention)
+                values = model(part.ids, part.attention, **read)
             else:
-                values, hidden = model(part.ids, part.attention, with_hidden=True)
+                values, hidden = model(part.ids, part.attention, with_hidden=True, **read)
                 lm_loss = language_loss(lm_head, hidden, part, num_tokens)
             scores = part.by_prompt(run.unwrap(model).pool(values, part.response))
             plain = loss = of_ranking(scores, part.ranks, part.mask)
@@ -211,13 +239,12 @@ def optimise(
             totals += torch.stack([plain.detach(), lm_loss.detach()])
         return totals
 
-    of_ranks, of_language = run.sum(within_memory(run, len(mine), gradients, model)).tolist()
+    of_ranks, of_language = run.sum(within_memory(run, len(mine), gradients, model))
     run.count_tokens(sum(len(answer.input_ids) for i in mine for answer in batch[i].answers))
     grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-    found = {"loss": of_ranks, "grad_norm": float(grad_norm)}
+    found = {"loss": of_ranks, "grad_norm": torch.as_tensor(grad_norm)}
     found |= {} if lm_head is None else {"lm_loss": of_language}
-    take_step(run, [optimizer], found)
-    return found
+    return step_if_fine(run, optimizer, found)
 
 
 def language_loss(lm_head: PolicyModel, hidden: Tensor, part: Batch, num_tokens: int) -> Tensor:

@@ -15,6 +15,7 @@ class SFTSettings(StageSettings):
     """Supervised fine-tuning with TRL's SFTTrainer; the loss counts response tokens only."""
 
     stage: ClassVar[str] = "sft"
+    not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {"microbatch_tokens", "packing", "compile"}
 
     model: str | None = None
     """Folder or hub id of the base model; the pretrain stage's by default."""
@@ -38,6 +39,14 @@ class SFTSettings(StageSettings):
     """Gradient norm to clip at."""
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of all weights; the saved model has them merged, so that every stage loads it."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Tokens per forward pass on one device, padding included; rows of like length share one. By default there is no
+    limit but microbatch_size, and 16384 for packed rows."""
+    packing: bool | None = None
+    """Read several rows as one, without padding; they do not see each other. By default on a GPU in bf16 or fp16, where
+    attention has a kernel for it. What a step learns from stays the same."""
+    compile: bool = False
+    """torch.compile on a GPU (elsewhere it does nothing): a minute more at the start, then faster."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further fields of trl.SFTConfig, passed on as they are."""
 
@@ -49,6 +58,7 @@ class SFTSettings(StageSettings):
             "output_dir", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size",
             "gradient_accumulation_steps", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm",
             "max_length", "seed", "bf16", "fp16", "use_cpu", "logging_steps", "save_steps", "report_to",
+            "packing", "padding_free", "torch_compile", "train_sampling_strategy",
         }  # fmt: skip
         for name in args:
             if name == "hub_token":

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.data.collate import Blocks, batch_indices, blocks, document_mask, labels, pad_left, pad_right
+from rlhf.data.collate import Blocks, batch_indices, blocks, document_mask, labels, pack, pad_left, pad_right
 from rlhf.data.errors import DataError
 from rlhf.data.tokens import Encoded
 
@@ -23,6 +23,22 @@ def test_left_padding_puts_tokens_at_the_right_end() -> None:
     ids, mask = pad_left([[5], [7, 8]], EOS)
     assert ids.tolist() == [[EOS, 5], [7, 8]]
     assert mask.tolist() == [[False, True], [True, True]]
+
+
+def test_the_width_is_a_multiple_where_one_is_asked_for() -> None:
+    ids, mask = pad_right([[5, EOS], [7, 8, EOS]], EOS, 4)
+    assert ids.tolist() == [[5, EOS, EOS, EOS], [7, 8, EOS, EOS]]
+    assert mask.sum(1).tolist() == [2, 3]
+
+
+def test_a_pack_has_positions_of_each_sequence_and_what_fills_it_up_is_one_more() -> None:
+    ids, positions, borders = pack([[5, 6, EOS], [7]], EOS, 8)
+    assert ids.tolist() == [[5, 6, EOS, 7, EOS, EOS, EOS, EOS]]
+    assert positions.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+    assert borders.tolist() == [0, 3, 4, 8]
+    ids, positions, borders = pack([[5, 6], [7, 8]], EOS, 4)
+    assert (ids.tolist(), positions.tolist(), borders.tolist()) == ([[5, 6, 7, 8]], [[0, 1, 0, 1]], [0, 2, 4])
+    assert borders.dtype == torch.int32
 
 
 def test_no_sequences_make_an_empty_batch() -> None:

@@ -42,7 +42,7 @@ PHASES = {
     "data": ("rlhf.stages.pretrain.train", "prepare"),
     "step": ("rlhf.stages.pretrain.train", "optimise"),
     "evaluation": ("rlhf.stages.pretrain.train", "validation_loss"),
-    "generation": ("rlhf.stages.pretrain.train", "sample"),
+    "generation": ("rlhf.stages.pretrain.train", "make_engine"),
     "save": ("rlhf.stages.runtime", "swap_in"),
     "seal": ("rlhf.stages.runtime", "seal"),
     "report": ("rlhf.pipeline.report", "render"),

@@ -312,3 +312,40 @@ def test_a_signal_ends_with_its_code_and_says_how_to_go_on(world: Path, number: 
     assert err == "pretrain: stopped; no checkpoint yet; run again\n"
     stages = json.loads(Path("runs/recipe/summary.json").read_text())["stages"]
     assert stages["pretrain"]["status"] == "stopped"
+
+
+def test_profile_reaches_the_stage_and_tells_where_the_trace_lies(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PROFILE", "")  # so that what the command sets is taken back
+    monkeypatch.delenv("RLHF_PROFILE")
+    seen: list[str | None] = []
+
+    def record(folder: Path) -> None:
+        seen.append(os.environ.get("RLHF_PROFILE"))
+        (folder / "profile").mkdir()
+        (folder / "profile" / "trace.json.gz").write_bytes(b"")
+
+    rlhf("pretrain", "recipe.yaml", "--run-dir", "one")
+    assert "RLHF_PROFILE" not in os.environ
+    stages.in_stage["sft"] = record
+    code, out, _ = rlhf("sft", "recipe.yaml", "--run-dir", "one", "--profile")
+    assert (code, seen) == (0, ["1"])
+    [folder] = Path("one").glob("sft-*")
+    assert out.splitlines()[-1] == f"profile: {folder}/profile/trace.json.gz"
+
+
+def test_profile_of_a_finished_stage_says_that_there_is_none(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PROFILE", "")
+    rlhf("pretrain", "recipe.yaml", "--run-dir", "one")
+    code, out, _ = rlhf("pretrain", "recipe.yaml", "--run-dir", "one", "--profile")
+    assert code == 0
+    assert out.splitlines()[-1] == "profile: none: the stage was finished before; with --force it runs anew"
+
+
+def test_a_sweep_is_not_profiled(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    code, _, err = rlhf("pretrain", "recipe.yaml", "--run-dir", "one", "--sweep", "parts", "--profile")
+    assert code == 2
+    assert "--profile: records one stage" in err

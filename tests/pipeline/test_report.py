@@ -412,3 +412,40 @@ def test_what_the_base_model_writes_is_shown_newest_first(tmp_path: Path) -> Non
     shown = words(page(run_dir))
     assert "What it writes, from step 100 to step 200 step 200 Once at 200 &lt;i&gt; step 100 Once at 100" in shown
     assert "Answers before and after PPO" not in shown
+
+
+def timed(step: int, **seconds: float) -> dict[str, Any]:
+    return {"step": step, "score": 0.5, **{f"seconds_{name}": value for name, value in seconds.items()}}
+
+
+def test_phases_are_means_over_steps_without_the_first_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        timed(1, rollout=90, update=90),  # compiles
+        timed(2, rollout=1, update=2) | {"tokens_per_second_rollout": 1000.0, "bandwidth_share_rollout": 0.1},
+        timed(5, rollout=3, update=2, evaluation=4) | {"tokens_per_second_rollout": 2000.0},  # three steps at once
+    ]
+    monkeypatch.setitem(ROWS, "ppo", rows)
+    shown = words(page(make_run(tmp_path, ["ppo"])))
+    # rollout (1 + 3 · 3) / 4, update 2, evaluation 3 · 4 / 4; rates weigh by time: (1 · 1000 + 9 · 2000) / 10
+    assert "PPO seconds share tokens/s of the bound" in shown
+    assert "rollout sampling answers 2.50 33.3% 1,900 10.0% bandwidth" in shown
+    assert "update forward and backward passes, optimiser 2.00 26.7% – –" in shown
+    assert "evaluation on held-out data 3.00 40.0% – –" in shown
+
+
+def test_one_row_is_all_there_is_of_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "ppo", [timed(1, update=0.5) | {"flops_share_update": 0.375}])
+    shown = words(page(make_run(tmp_path, ["ppo"])))
+    assert "update forward and backward passes, optimiser 0.500 100.0% – 37.5% FLOP/s" in shown
+
+
+def test_phases_are_in_their_table_and_not_among_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [timed(step, rollout=1) | {"tokens_per_second_rollout": 7.0, "peak_gib": 1.0} for step in (1, 2)]
+    monkeypatch.setitem(ROWS, "ppo", rows)
+    shown = words(page(make_run(tmp_path, ["ppo"])))
+    assert "1 more curve" in shown
+    assert "seconds rollout" not in shown
+
+
+def test_a_run_without_phases_has_no_table_of_them(tmp_path: Path) -> None:
+    assert "Where the time went" not in page(make_run(tmp_path, ["sft", "ppo"]))

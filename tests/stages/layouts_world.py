@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 from ppo_world import EOS, make_targets
-from stages_world import byte_tokenizer
+from stages_world import byte_tokenizer, without_clock
 from torch import Tensor
 
 from rlhf.data.rows import Prompt
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.layout import Roles, prepare
-from rlhf.stages.ppo.rollout import Rollout, collect
+from rlhf.stages.ppo.rollout import Rollout, collect, policy_engine
 from rlhf.stages.ppo.update import Updater
 from rlhf.stages.runtime import Runtime
 
@@ -32,8 +32,7 @@ def places(model: torch.nn.Module) -> set[int]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    measured = {"tokens_per_second", "peak_gib"}
-    return [{k: v for k, v in row.items() if k not in measured} for row in Artifact(folder).metrics]
+    return [without_clock(row) for row in Artifact(folder).metrics]
 
 
 def logprobs(model: Any) -> Tensor:
@@ -48,7 +47,8 @@ def one_iteration(run: Runtime, roles: Roles) -> Rollout:
     asked = [Prompt([{"role": "user", "content": "unread"}], {})] * 8
     prompts = [[40 + i] * (1 + i % 3) for i in range(8)]
     rollout = collect(
-        roles.policy, roles.reference, roles.rewards, roles.critic, prompts, asked, run.settings, [EOS], tokenizer
-    )
+        policy_engine(run, roles.policy.model), roles.policy, roles.reference, roles.rewards, roles.critic, prompts,
+        asked, run.settings, [EOS], tokenizer,
+    )  # fmt: skip
     Updater(run, policy, critic, optimizers, None)(rollout, make_targets(rollout), 0, 0.05)
     return rollout

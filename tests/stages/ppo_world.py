@@ -14,6 +14,7 @@ from rlhf.data.collate import pad_left
 from rlhf.data.rows import Prompt
 from rlhf.stages import adapters
 from rlhf.stages.artifact import write_settings
+from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, save_folder
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.reward_models import ModelReward
@@ -93,7 +94,7 @@ def roll(policy: Any, reference: Any, critic: ScalarModel, chosen: PPOSettings, 
     prompts = prompts or PROMPTS
     stops = [EOS] if stops is None else stops
     asked = [Prompt([{"role": "user", "content": "unread"}], {})] * len(prompts)  # its model reads ids
-    return collect(reader, ref, rewards, critic, prompts, asked, chosen, stops, byte_tokenizer())
+    return collect(make_engine(policy), reader, ref, rewards, critic, prompts, asked, chosen, stops, byte_tokenizer())
 
 
 @torch.no_grad()
@@ -113,8 +114,8 @@ def make_rollout(policy: Any, reference: Any, critic: ScalarModel, temperature: 
     ref_logprobs, _, _ = PolicyModel(reference)(ids, attention, length, temperature)
     values = response_values(critic, ids, attention, length)
     return Rollout(
-        input_ids=ids, attention_mask=attention, mask=mask, logprobs=logprobs, ref_logprobs=ref_logprobs,
-        entropy=entropy, values=values, scores=torch.arange(8.0),
+        input_ids=ids, attention_mask=attention, mask=mask, logprobs=logprobs, sampled_logprobs=logprobs,
+        ref_logprobs=ref_logprobs, entropy=entropy, values=values, scores=torch.arange(8.0),
         reward_scores=torch.arange(8.0)[:, None], ended=torch.arange(8) > 0,
     )  # fmt: skip
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from stages_world import byte_tokenizer, run_stage, tiny_policy
+from stages_world import byte_tokenizer, run_stage, tiny_policy, without_clock
 
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import save_folder
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.sft.trainer import CheckpointedTrainer
 
 STEPS = 15
 WORDS = [f"{a}{b}" for a in "abcdefg" for b in "xyz"]
@@ -71,14 +72,14 @@ def run_and_watch(stage: str, folder: Path, fields: dict[str, Any], end_after: i
                 run_stage(stage, folder, save_every=end_after, **fields)
         else:
             run_stage(stage, folder, save_every=4, **fields)
-    return seen[:end_after]  # SFT's trainer reads a batch ahead
+    return seen
 
 
 def watch(stage: str, patch: pytest.MonkeyPatch, seen: list[Any]) -> None:
     """Note what this process takes in each step."""
     train = importlib.import_module(f"rlhf.stages.{stage}.train")
-    name = {"pretrain": "optimise", "sft": "collate", "reward": "optimise", "ppo": "collect"}[stage]
-    real = getattr(train, name)
+    place, name = {"ppo": (train, "collect"), "sft": (CheckpointedTrainer, "cut")}.get(stage, (train, "optimise"))
+    real = getattr(place, name)
 
     def noting(*arguments: Any, **options: Any) -> Any:
         if stage == "pretrain":
@@ -90,10 +91,10 @@ def watch(stage: str, patch: pytest.MonkeyPatch, seen: list[Any]) -> None:
         elif stage == "ppo":
             seen.append(sorted(arguments[4]))
         elif torch.is_grad_enabled():  # else it is an evaluation
-            seen.append(sorted(row.input_ids for row in arguments[0]))
+            seen.append(sorted(row.input_ids for row in arguments[1]))
         return real(*arguments, **options)
 
-    patch.setattr(train, name, noting)
+    patch.setattr(place, name, noting)
 
 
 def end_after_saving(patch: pytest.MonkeyPatch, step: int) -> None:
@@ -112,8 +113,7 @@ def end_after_saving(patch: pytest.MonkeyPatch, step: int) -> None:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """The metrics, without what a clock or the machine decides."""
-    timed = {"tokens_per_second", "peak_gib"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in Artifact(folder).metrics]
+    return [without_clock(row) for row in Artifact(folder).metrics]
 
 
 def weights(folder: Path) -> dict[str, str]:

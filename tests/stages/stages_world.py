@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages.artifact import write_settings
+from rlhf.stages.engines.choice import make_engine
 
 
 @cache
@@ -44,6 +46,13 @@ def tiny_policy(shape: str = "llama", dropout: float = 0.0, seed: int = 0) -> An
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config).eval()
+
+
+def sample(
+    model: Any, prompts: list[list[int]], max_new_tokens: int, temperature: float, stops: list[int], pad: int = 0
+) -> Tensor:
+    """Responses [B,R] of the model."""
+    return make_engine(model).generate(prompts, max_new_tokens, temperature, stops, pad).tokens
 
 
 WORLD = "rlhf.recipes.demo_world"
@@ -91,3 +100,8 @@ def inputs(stage: str, folders: dict[str, Path]) -> dict[str, str]:
         "ppo": {"model": "sft", "reward_model": "reward"},
     }
     return {field: str(folders[source] / "model") for field, source in names.get(stage, {}).items()}
+
+
+def without_clock(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics without what the machine and its load decide."""
+    return {name: value for name, value in row.items() if name != "peak_gib" and "second" not in name}

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from decoder_world import LLAMA, PLACES, each_place, some_ids, tiny_config, tiny_decoder
+from stages_world import sample
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.data.collate import pad_left
 from rlhf.stages import adapters, decoder
-from rlhf.stages.generation import sample
 from rlhf.stages.models import PolicyModel, ScalarModel, load_policy, load_scalar, load_tokenizer, save_folder
 from rlhf.stages.settings import LoraSettings
 

@@ -13,7 +13,7 @@ import torch
 from ppo_world import LENGTHS, PROMPTS, World, make_targets, model_folders, settings
 
 from rlhf.stages import microbatches
-from rlhf.stages.microbatches import PASS_TOKENS, Piece, pieces
+from rlhf.stages.microbatches import PASS_TOKENS, Piece, packs, pieces
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.ppo.shaping import Targets, targets
 from rlhf.stages.ppo.update import Ratios
@@ -51,6 +51,26 @@ def test_rows_of_several_texts_are_cut_by_a_budget_of_tokens_and_one_beyond_it_i
     assert found == [Piece([3], 0, 30), Piece([0, 1], 0, 10), Piece([2, 4], 0, 10)]
     # Without a budget all together cost 128 + 15 · 30 = 578, the long ones alone 2 · 128 + 4 · 30 + 11 · 10 = 486.
     assert pieces([0] * 5, lengths, num_texts=num_texts) == [Piece([3], 0, 30), Piece([0, 1, 2, 4], 0, 10)]
+
+
+def test_packs_are_as_few_as_hold_the_rows_and_about_equally_full() -> None:
+    assert packs([5, 9, 4, 6, 8], 18) == [[1, 0, 2], [4, 3]]  # 32 tokens: 18 and 14
+    # In two packs of 16 the longest first do not fit; in three they do.
+    assert packs([5, 9, 4, 6, 8], 16) == [[1], [4, 2], [3, 0]]
+    assert packs([5, 9, 4, 6, 8], 18, max_rows=2) == [[1], [4, 2], [3, 0]]
+    assert packs([50, 9, 4], 16) == [[0], [1, 2]]  # one beyond the budget is alone
+    assert packs([5, 9, 4, 6, 8], 100, rows=[4, 0]) == [[4, 0]]
+
+
+@pytest.mark.parametrize("max_rows", [None, 1, 3])
+@pytest.mark.parametrize("budget", [1, 100, 1000])
+def test_no_pack_of_several_rows_is_too_large_and_each_row_is_in_one(budget: int, max_rows: int | None) -> None:
+    for seed in range(10):
+        lengths, _ = drawn(seed, 17)
+        found = packs(lengths, budget, max_rows)
+        assert sorted(row for pack in found for row in pack) == list(range(17))
+        assert all(len(pack) <= (max_rows or 17) for pack in found)
+        assert all(len(pack) == 1 or sum(lengths[row] for row in pack) <= budget for pack in found)
 
 
 @pytest.mark.parametrize("budget", [1, 500, 2000])

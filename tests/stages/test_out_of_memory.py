@@ -11,13 +11,13 @@ import pytest
 import torch
 from reward_world import marked, policy_folder, rankings_file, run_reward, settings
 from safetensors.torch import load_file
-from stages_world import TINY, inputs, run_stage
+from stages_world import TINY, inputs, run_stage, without_clock
 from test_train import Killed, at_step
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages import out_of_memory, runtime
+from rlhf.stages import microbatches, out_of_memory, runtime
 from rlhf.stages.artifact import Artifact, write_settings
-from rlhf.stages.out_of_memory import OutOfMemory, halve, is_out_of_memory, within_memory
+from rlhf.stages.out_of_memory import OutOfMemory, is_out_of_memory, within_memory
 from rlhf.stages.ppo import rollout
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.train import train as pretrain
@@ -30,8 +30,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    timed = {"tokens_per_second", "peak_gib"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in Artifact(folder).metrics]
+    return [without_clock(row) for row in Artifact(folder).metrics]
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -61,7 +60,9 @@ class SmallDevice:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> SmallDevice:
+    """All rows of a step are one microbatch there, if no setting cuts them."""
     device = SmallDevice(num_texts=10**6)
+    monkeypatch.setattr(microbatches, "PASS_TOKENS", 10**6)
     monkeypatch.setattr(torch.nn.Embedding, "forward", lambda *arguments: device.forward(*arguments))
     return device
 
@@ -113,7 +114,11 @@ def test_settings_that_are_at_their_end_are_not_named(small: SmallDevice, tmp_pa
     ("phase", "place", "words"),
     [
         ("loading", "rlhf.stages.ppo.train.load_roles", "ppo.layout (adapters), ppo.offload (true) or ppo.model"),
-        ("sampling", "rlhf.stages.ppo.rollout.sample", "ppo.generation_batch_size, ppo.layout (adapters) or"),
+        (
+            "sampling",
+            "rlhf.stages.engines.static.StaticEngine.generate",
+            "ppo.generation_batch_size, ppo.layout (adapters) or",
+        ),
         ("the rollout of", "rlhf.stages.ppo.rollout.read_part", "ppo.microbatch_size, ppo.gradient_checkpointing"),
         ("scoring of", "rlhf.stages.ppo.rewards.ModelReward.forward", "ppo.microbatch_size, "),
         ("saving", "rlhf.stages.runtime.Accelerator.save_state", "ppo.layout (adapters), ppo.offload (true) or"),
@@ -264,7 +269,7 @@ def test_a_resumed_run_starts_with_the_size_that_fitted(
     assert set(small.tried) == {2}
 
 
-def test_sft_goes_on_from_its_last_checkpoint_with_the_smaller_size(
+def test_sft_makes_the_step_that_did_not_fit_again_in_smaller_pieces(
     chain: Chain, small: SmallDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forward = small.forward
@@ -276,10 +281,11 @@ def test_sft_goes_on_from_its_last_checkpoint_with_the_smaller_size(
     small.forward = later
     metrics = run_stage("sft", tmp_path / "sft", auto_microbatch=True, **inputs("sft", chain))
     assert metrics["microbatch_size"] == 5
-    assert "resuming from step 2 of " in capsys.readouterr().out
-    steps = [row["step"] for row in rows(tmp_path / "sft") if "loss" in row]
-    assert steps == sorted(set(steps))
-    assert steps[:4] == [1, 2, 3, 4]
+    assert small.tried[:6] == [10, 10, 10, 10, 5, 5]
+    said = capsys.readouterr().out
+    assert "microbatch_size 10 → 5" in said
+    assert "resuming" not in said
+    assert [row["step"] for row in rows(tmp_path / "sft") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 def test_gradients_of_the_pass_that_failed_are_dropped() -> None:
@@ -301,14 +307,6 @@ def test_gradients_of_the_pass_that_failed_are_dropped() -> None:
     assert [grad for grad, _ in seen] == [None, None]
     assert seen[0][1] == seen[1][1]
     assert run.state == {"microbatch_size": 3}
-
-
-def test_where_microbatches_must_divide_the_share_it_takes_the_next_that_does() -> None:
-    run: Any = SimpleNamespace(state={}, say=print, microbatch_size=9)
-    assert halve(run, 9, divides=True)
-    assert run.state["microbatch_size"] == 3
-    run.microbatch_size = 1
-    assert not halve(run, 9, divides=True)
 
 
 def test_several_processes_refuse_it_at_the_start() -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from rlhf.data.rows import Prompt
 from rlhf.stages.artifact import Artifact
+from rlhf.stages.engines import Responses
+from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_tokenizer
-from rlhf.stages.ppo import rollout as rollout_module
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.rewards import load_rewards
+from rlhf.stages.ppo.rollout import policy_engine
 from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets
 from rlhf.stages.ppo.train import rollout_stats
 from rlhf.stages.runtime import Runtime
@@ -90,22 +92,23 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             reader = PolicyModel(tiny_policy())
             rewards = load_rewards(settings(**given), tokenizer, reader.model)
             prompts = [Prompt([{"role": "user", "content": f"p{i}"}], {}) for i in range(7)]
-            evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, [[30 + i] * (1 + i % 3) for i in range(7)])
+            encoded, engines = [[30 + i] * (1 + i % 3) for i in range(7)], {reader: policy_engine(run, reader.model)}
+            evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, encoded, engines)
             found.answers = [(answer.prompt, answer.response) for answer in evaluator(reader)]
         run.close()
-    sample, drawn = rollout_module.sample, found.drawn
+    sample, drawn = StaticEngine.generate, found.drawn
 
-    def watch(model: Any, prompts: list[list[int]], *more: Any) -> Tensor:
+    def watch(self: StaticEngine, prompts: list[list[int]], *more: Any) -> Responses:
         drawn.append([tuple(prompt) for prompt in prompts])
-        return sample(model, prompts, *more)
+        return sample(self, prompts, *more)
 
-    rollout_module.sample = watch
+    StaticEngine.generate = watch  # type: ignore[method-assign]
     (root / f"stage-{of}").mkdir(exist_ok=True)
     found.final = run_ppo(
         root / f"stage-{of}", given, num_iterations=3, eval_every=3, num_samples_per_prompt=2, save_every=1,
         kl_target=0.1, kl_horizon=50,
     )  # fmt: skip
-    rollout_module.sample = sample
+    StaticEngine.generate = sample  # type: ignore[method-assign]
     found.metrics = Artifact(root / f"stage-{of}").metrics
     small: dict[str, Any] = {"layout": "adapters", "num_iterations": 2, "save_every": 1, "ema_decay": 0.5}
     for name in ("unbroken", "broken") if of == 2 else ():

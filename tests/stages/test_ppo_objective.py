@@ -15,6 +15,7 @@ from rlhf.stages.ppo.objective import (
     policy_loss,
     response_mask,
     token_rewards,
+    truncated_importance_weights,
     value_loss,
     whiten,
 )
@@ -209,6 +210,35 @@ def test_two_ranks_whiten_like_one(tmp_path) -> None:
     torch.multiprocessing.spawn(_whiten_half, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     halves = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     near(torch.cat(halves), whiten(ADVANTAGES, MASK), atol=1e-12)
+
+
+# --- another program's samples
+
+
+def test_importance_weights_golden() -> None:
+    """Trainer's over sampler's probability: 0.6/0.5, 0.2/0.4, 0.9/0.3 (at most 2), and what does not count."""
+    logprobs = t([[0.6, 0.2, 0.9], [0.3, 0.5, 1]]).log()
+    sampled = t([[0.5, 0.4, 0.3], [0.3, 0.1, 1]]).log()
+    sampled[1, 1:], logprobs[1, 2] = t([NAN, INF]), -INF
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    near(truncated_importance_weights(logprobs, sampled, mask), [[1.2, 0.5, 2], [1, 1, 1]])
+    near(truncated_importance_weights(logprobs, sampled, mask, cap=1.1), [[1.1, 0.5, 1.1], [1, 1, 1]])
+    near(truncated_importance_weights(logprobs, sampled, mask, cap=0.4), [[0.4, 0.4, 0.4], [0.4, 1, 1]])
+
+
+def test_importance_weights_make_a_mean_over_the_samplers_tokens_one_over_the_trainers() -> None:
+    ours, theirs = t([0.5, 0.3, 0.2]), t([0.4, 0.35, 0.25])
+    worth = t([1, -2, 4])
+    weights = truncated_importance_weights(ours.log()[None], theirs.log()[None], torch.ones(1, 3).bool())[0]
+    near((theirs * weights * worth).sum(), t([0.7])[0])  # 0.5 − 0.6 + 0.8
+
+
+def test_importance_weights_have_no_gradient_and_no_overflow() -> None:
+    logprobs = torch.tensor([[0.0, 0.0]], requires_grad=True)
+    weights = truncated_importance_weights(logprobs, torch.tensor([[-9999.0, 9999.0]]), torch.ones(1, 2).bool())
+    assert not weights.requires_grad
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == [[2, 0]]
 
 
 # --- policy loss

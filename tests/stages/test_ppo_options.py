@@ -54,8 +54,8 @@ def episodes(lengths: list[int], **fields: Any) -> Rollout:
     mask = torch.arange(8) < torch.tensor(lengths)[:, None]
     zeros, ids = torch.zeros(mask.shape), torch.ones(mask.shape).long()
     start = Rollout(
-        input_ids=ids, attention_mask=mask, mask=mask, logprobs=zeros, ref_logprobs=zeros, entropy=zeros,
-        values=zeros, scores=torch.zeros(len(lengths)), reward_scores=torch.zeros(len(lengths), 1),
+        input_ids=ids, attention_mask=mask, mask=mask, logprobs=zeros, sampled_logprobs=zeros, ref_logprobs=zeros,
+        entropy=zeros, values=zeros, scores=torch.zeros(len(lengths)), reward_scores=torch.zeros(len(lengths), 1),
         ended=torch.ones(len(lengths)).bool(),
     )  # fmt: skip
     return replace(start, **fields)

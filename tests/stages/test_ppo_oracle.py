@@ -101,6 +101,7 @@ def sample(logprobs: Tensor, critic: Tensor, generator: torch.Generator) -> tupl
     scores = SCORES[first, second]
     rollout = Rollout(
         input_ids=tokens, attention_mask=MASK, mask=MASK, logprobs=logprobs[states, tokens],
+        sampled_logprobs=logprobs[states, tokens],
         ref_logprobs=REF_LOGPROBS[states, tokens], entropy=torch.zeros(EPISODES, 2), values=critic[states],
         scores=scores, reward_scores=scores.unsqueeze(1), ended=MASK[:, 0],
     )  # fmt: skip

@@ -106,12 +106,12 @@ from typing import Any
 import pytest
 import torch
 from ppo_world import EOS, PROMPTS, make_rollout, roll, settings, tiny_scalar
-from stages_world import tiny_policy
+from stages_world import sample, tiny_policy
 from torch import Tensor, nn
 
-from rlhf.stages.generation import sample
+from rlhf.stages.engines import Responses
+from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.models import PolicyModel
-from rlhf.stages.ppo import rollout as rollout_module
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.ppo.shaping import shaped_scores, targets
 from rlhf.stages.ppo.train import rollout_stats
@@ -173,7 +173,8 @@ def test_large_logits_stay_finite(policy: Any, scale: float) -> None:
 def test_a_rollout_holds_the_very_ids_that_were_sampled(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also ids that no tokenizer would make of their text: nothing is decoded and encoded again."""
     sampled = torch.tensor([[70, 71, 72], [259, 1, EOS]])
-    monkeypatch.setattr(rollout_module, "sample", lambda *_: sampled)
+    found = Responses(sampled, torch.zeros(2, 3), torch.ones(2, 3).bool())
+    monkeypatch.setattr(StaticEngine, "generate", lambda *_: found)
     rollout = roll(policy, policy, tiny_scalar(), settings(max_new_tokens=3), prompts=[[7, 8], [9]])
     assert torch.equal(rollout.responses, sampled)
     assert rollout.input_ids.tolist() == [[7, 8, 70, 71, 72], [EOS, 9, 259, 1, EOS]]
@@ -257,6 +258,7 @@ def test_statistics_of_known_episodes() -> None:
     rollout = Rollout(
         input_ids=torch.ones(2, 3).long(), attention_mask=mask, mask=mask,
         logprobs=torch.tensor([[0.5, 0.25, 0.25], [2.0, 99, 99]]), ref_logprobs=0 * rows,
+        sampled_logprobs=torch.tensor([[0.5, 0.5, 0.25], [1.85, 0, 0]]),
         entropy=torch.tensor([[1.0, 2, 3], [6, 99, 99]]), values=torch.tensor([[1.0, 1, 1], [3, 99, 99]]),
         scores=torch.tensor([4.0, -2]), reward_scores=torch.tensor([[4.0], [-2]]), ended=torch.tensor([True, False]),
     )  # fmt: skip
@@ -265,7 +267,7 @@ def test_statistics_of_known_episodes() -> None:
     expected = {"score": 1, "score_std": 3, "kl": 1.5, "entropy": 3, "eos_share": 0.5, "length": 2}
     expected |= {"kl_per_token": 0.75, "non_score_reward": -0.3, "rlhf_reward": -1.3}
     # residuals 0, 2, 0, 0 (variance .75); returns 1, 3, 1, 3 (variance 1)
-    expected |= {"explained_variance": 0.25}
+    expected |= {"explained_variance": 0.25, "sampler_gap": 0.1}  # gaps 0, .25, 0, .15
     assert {name: stats[name] for name in expected} == pytest.approx(expected)
 
 

@@ -12,10 +12,13 @@ import pytest
 import torch
 from ppo_world import EOS, flat, model_folders, run_ppo, tiny_scalar
 from safetensors.torch import load_file
+from stages_world import without_clock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages.artifact import Artifact
+from rlhf.stages.engines import Responses
+from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.models import load_scalar, load_tokenizer, save_folder
 from rlhf.stages.ppo import rollout as rollout_module
 from rlhf.stages.ppo import train as train_module
@@ -31,8 +34,7 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Given:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    measured = {"tokens_per_second", "peak_gib"}
-    return [{k: v for k, v in row.items() if k not in measured} for row in Artifact(folder).metrics]
+    return [without_clock(row) for row in Artifact(folder).metrics]
 
 
 def weights(folder: Path, part: str = "model") -> dict[str, torch.Tensor]:
@@ -47,13 +49,13 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     """Prompts of every rollout as they reach the sampler, in the order of sampling; evaluations left out."""
     seen: list[list[tuple[int, ...]]] = []
-    sample, evaluating = rollout_module.sample, []
+    sample, evaluating = StaticEngine.generate, []
     evaluate = Evaluator.__call__
 
-    def watch(model: Any, prompts: list[list[int]], *more: Any) -> torch.Tensor:
+    def watch(self: StaticEngine, prompts: list[list[int]], *more: Any) -> Responses:
         if not evaluating:
             seen.append([tuple(prompt) for prompt in prompts])
-        return sample(model, prompts, *more)
+        return sample(self, prompts, *more)
 
     def evaluate_aside(self: Evaluator, *more: Any) -> Any:
         evaluating.append(True)
@@ -62,7 +64,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
         finally:
             evaluating.pop()
 
-    monkeypatch.setattr(rollout_module, "sample", watch)
+    monkeypatch.setattr(StaticEngine, "generate", watch)
     monkeypatch.setattr(Evaluator, "__call__", evaluate_aside)
     return seen
 

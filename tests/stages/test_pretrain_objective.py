@@ -10,8 +10,9 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import profile
 from transformers import AutoModelForCausalLM, Gemma2Config
 
+from rlhf.stages.head_loss import takes_logits_straight
 from rlhf.stages.pretrain import objective
-from rlhf.stages.pretrain.objective import NextTokenLoss, head_loss, takes_logits_straight
+from rlhf.stages.pretrain.objective import NextTokenLoss, head_loss
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

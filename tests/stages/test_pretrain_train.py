@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.data.collate import document_mask
 from rlhf.data.errors import SettingsError
-from rlhf.stages import logs
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.pretrain import train as stage
 from rlhf.stages.pretrain.model import flops_per_token, make_model
@@ -191,22 +190,6 @@ def test_documents_of_a_block_that_are_kept_apart_cost_what_they_cost_alone() ->
         alone = loss_of(torch.cat([first, second[:, :1]], dim=1)) + loss_of(second)
         assert apart.item() == pytest.approx(alone.item(), rel=1e-5), fields
         assert loss_of(both).item() != pytest.approx(alone.item(), rel=1e-4), fields
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 PCIe", "bf16", 756e12),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
-        ("NVIDIA L40S", "bf16", 362e12),
-        ("NVIDIA H100 80GB HBM3", "fp32", None),
-        ("NVIDIA L40", "bf16", None),
-        ("cpu", "fp32", None),
-    ],
-)
-def test_the_share_of_the_peak_is_told_only_where_it_is_known(device: str, precision: str, peak: float | None) -> None:
-    assert logs.peak_flops(device, precision) == peak
 
 
 def test_a_sample_prompt_without_room_to_go_on_is_refused_before_training(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def act(root: Path, model: str, data: str, of: int) -> Found:
         head = language_head(model, tokenizer) if "lm_coef" in variant else None
         optimizer = torch.optim.SGD(scorer.parameters(), lr=0.05)
         wrapped, optimizer = run.accelerator.prepare(scorer, optimizer)
-        figures = optimise(run, wrapped, optimizer, encoded[:8], 0, head)
+        made = optimise(run, wrapped, optimizer, encoded[:8], 0, head)
+        figures = {name: number.item() for name, number in made.items()}
         scorer = run.unwrap(wrapped)
         figures["accuracy"] = accuracy(run, scorer, encoded, 0)
         figures["mean"], figures["std"] = normaliser(run, scorer, encoded, 0)

@@ -20,7 +20,7 @@ from rlhf.stages.reward.answers import judged
 from rlhf.stages.reward.batches import Ranked, collate, encode_rows, passes
 from rlhf.stages.reward.evaluate import scored
 from rlhf.stages.reward.objective import margins, ranking_loss
-from rlhf.stages.reward.train import language_head, language_loss, normaliser, optimise
+from rlhf.stages.reward.train import language_head, language_loss, normaliser, optimise, starting_model
 from rlhf.stages.runtime import Runtime
 
 CPU = torch.device("cpu")
@@ -52,7 +52,8 @@ def step(run: Runtime, batch: list[Ranked], head: bool = False) -> tuple[dict[st
     model = load_scalar(run.settings.model, tokenizer, new_head=True)
     lm_head = language_head(run.settings.model, tokenizer) if head else None
     found = optimise(run, model, torch.optim.SGD(model.parameters(), lr=0.1), batch, 0, lm_head)
-    return found, torch.cat([p.detach().flatten() for p in model.parameters()])
+    figures = {name: number.item() for name, number in found.items()}
+    return figures, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 # --- margin
@@ -157,6 +158,37 @@ def test_a_stage_with_a_language_modelling_loss_saves_a_plain_reward_model(tmp_p
 
 
 # --- microbatches
+
+
+@pytest.mark.parametrize(("pooling", "fields"), [("last", {}), ("mean", {"microbatch_tokens": 150})])
+def test_packed_answers_give_the_step_that_padded_ones_give(
+    make_run: NewRun, pooling: str, fields: dict[str, int]
+) -> None:
+    run = make_run(lm_coef=0.5, margin_scale=0.3, centering=0.01, pooling=pooling, **fields)
+    batch, tokenizer = encoded(run, strengths=[4.0, 3.0, 2.5, 1.0]), load_tokenizer(run.settings.model)
+    found = []
+    for longest, multiple in ((None, 1), (64, 8)):
+        torch.manual_seed(1)
+        scorer = starting_model(run, tokenizer)
+        head = language_head(run.settings.model, tokenizer)
+        optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
+        figures = optimise(run, scorer, optimizer, batch, 0, head, longest, multiple)
+        weights = torch.cat([p.detach().flatten() for p in scorer.parameters()])
+        found.append(({name: number.item() for name, number in figures.items()}, weights))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=1e-5)
+
+
+def test_the_stage_packs_where_it_is_asked_to_and_learns_the_same(tmp_path: Path) -> None:
+    given = {"model": policy_folder(tmp_path), "data": rankings_file(tmp_path / "rows.jsonl", marked(48))}
+    one, other = (
+        run_reward(tmp_path / name, **given, packing=packing) for name, packing in (("padded", False), ("packed", True))
+    )
+    assert other["score_std"] == pytest.approx(one["score_std"], rel=1e-3)
+    losses = [
+        [row["loss"] for row in Artifact(tmp_path / name).metrics if "loss" in row] for name in ("padded", "packed")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("cut", [{"microbatch_size": 3}, {"microbatch_tokens": 200}, {"microbatch_tokens": 1}])

@@ -10,6 +10,7 @@ import torch
 from stages_world import byte_tokenizer, tiny_policy
 
 from rlhf.data.rows import Prompt
+from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_scalar
 from rlhf.stages.ppo.config import PPOSettings
@@ -35,11 +36,13 @@ def settings(**fields: Any) -> PPOSettings:
 
 def roll(policy: Any, scorer: Any, reference: Any = None, **fields: Any) -> Rollout:
     policy, reference = PolicyModel(policy), PolicyModel(reference or policy)
-    torch.manual_seed(2)
+    torch.manual_seed(3)
     stops = [0, 17, 40, *range(100, 200)]  # many, so that some responses end early
     size = fields.pop("microbatch_size", None)
+    chosen = settings(**fields)
+    engine = make_engine(policy.model, num_rows=chosen.generation_batch_size)
     return collect(
-        policy, reference, rewards(scorer), scorer, PROMPTS, ASKED, settings(**fields), stops, byte_tokenizer(), size
+        engine, policy, reference, rewards(scorer), scorer, PROMPTS, ASKED, chosen, stops, byte_tokenizer(), size
     )
 
 
@@ -118,7 +121,9 @@ def test_a_response_that_ends_in_the_last_slot_has_ended(policy: Any, scorer: An
     torch.manual_seed(2)
     reader = PolicyModel(policy)
     chosen, every = settings(max_new_tokens=1), list(range(260))
-    rollout = collect(reader, reader, rewards(scorer), None, PROMPTS, ASKED, chosen, every, byte_tokenizer())
+    rollout = collect(
+        make_engine(policy), reader, reader, rewards(scorer), None, PROMPTS, ASKED, chosen, every, byte_tokenizer()
+    )
     assert rollout.ended.all()
     assert rollout.mask.all()
 

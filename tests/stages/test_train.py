@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stages_world import TINY, inputs, run_stage
+from stages_world import TINY, inputs, run_stage, without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.errors import RefusedError, Stopped
@@ -26,8 +26,7 @@ Chain = dict[str, Path]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    timed = {"tokens_per_second", "peak_gib"}
-    return [{k: v for k, v in row.items() if k not in timed} for row in Artifact(folder).metrics]
+    return [without_clock(row) for row in Artifact(folder).metrics]
 
 
 @pytest.mark.parametrize("stage", STAGES)

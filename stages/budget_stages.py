@@ -1,0 +1,199 @@
+"""Memory and work of pretraining, SFT and the reward model; see `budget`."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlhf.stages import adapters
+from rlhf.stages.budget import (
+    Case,
+    Held,
+    Phase,
+    causal,
+    ids_of,
+    lengths_of,
+    microbatches_of,
+    num_layers,
+    phase_of,
+    scalar_of,
+)
+from rlhf.stages.budget_sampling import decoding, engine_of, sampled
+from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, learn, traced
+from rlhf.stages.head_loss import head_loss
+from rlhf.stages.models import PolicyModel, ScalarModel
+from rlhf.stages.packing import TOKENS_AT_ONCE
+from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.pretrain.train import make_optimizers
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.sft.config import SFTSettings
+
+_SAMPLED_AT_ONCE = 128  # by the reward stage
+
+
+def _packs(settings: SFTSettings | RewardSettings, case: Case) -> bool:
+    """Whether texts are put into one row, by default on a GPU in 16 bits."""
+    return (case.is_gpu and case.half) if settings.packing is None else settings.packing
+
+
+def _cut(settings: SFTSettings | RewardSettings, share: int, tokens: int, packed: bool) -> tuple[int, int]:
+    """(rows of so many tokens that are read together, passes of a step)."""
+    limit = settings.microbatch_tokens or (TOKENS_AT_ONCE if packed else math.inf)
+    size = int(min(microbatches_of(settings, share)[0], max(limit // tokens, 1)))
+    return size, math.ceil(share / size)
+
+
+def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
+    """One step of training; evaluations take less."""
+    length = settings.block_size or settings.context_length
+    rows = settings.global_batch_size
+    if settings.global_batch_tokens is not None:
+        rows = max(settings.global_batch_tokens // length, 1)
+    share = max(rows // case.num_processes, 1)
+    size, num = microbatches_of(settings, share)
+    compiled = settings.compile and case.is_gpu
+
+    def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
+        model = causal(configs[0], ATTENTION if settings.attend_across_documents else PADDED).train()
+        if settings.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+        with footprint.of(model):
+            blocks = ids_of(size, length + 1)
+            learn(footprint, "update", {model: lambda: _next_token_loss(model, blocks, case, compiled)}, num)
+            if settings.optimizer == "muon":
+                muon = make_optimizers(model, settings)[1]
+                footprint.at("update, step")
+                muon.step()
+
+    moments = traced([case.config], run, "all" if compiled else None)
+    with torch.device("meta"):
+        model = causal(case.config, ATTENTION)
+        held = Held().add(model)
+        if settings.optimizer == "muon":  # which keeps one number per weight, and makes it in its first step
+            held.moments = 8 * sum(p.numel() for group in make_optimizers(model, settings)[0].param_groups
+                                   for p in group["params"])  # fmt: skip
+        cost = case.cost(model)
+    texts = lengths_of(share, length)
+    flops = cost.learning(torch.zeros_like(texts), texts)
+    flops += settings.gradient_checkpointing * cost.reading(texts, torch.zeros_like(texts))
+    passes = 3 * num * num_layers(case.config)
+    return [phase_of("update", held, case, moments, settings.num_steps, flops=flops, passes=passes, compiled=compiled)]
+
+
+def _next_token_loss(model: PreTrainedModel, blocks: Tensor, case: Case, compiled: bool) -> Tensor:
+    """As `NextTokenLoss`, which tries on numbers whether a model's logits are made straight from its states."""
+    with case.autocast, torch.compiler.set_stance("force_eager"):
+        embedded = model.get_input_embeddings()(blocks[:, :-1])
+        if case.half:
+            embedded = embedded.to(torch.bfloat16)
+        hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        targets = blocks[:, 1:].flatten()
+        return head_loss(hidden.flatten(0, 1), model.get_output_embeddings().weight, targets, compiled)[0]
+
+
+def sft(settings: SFTSettings, case: Case) -> list[Phase]:
+    """One step of training."""
+    share = max(min(settings.global_batch_size, case.num_rows or math.inf) // case.num_processes, 1)
+    compiled = settings.compile and case.is_gpu
+    packed = _packs(settings, case)
+    size, num = _cut(settings, int(share), settings.max_length, packed)
+    recompute = settings.args.get("activation_checkpointing") or settings.args.get("gradient_checkpointing")
+
+    def build(config: PreTrainedConfig) -> PreTrainedModel:
+        model = causal(config, ATTENTION).train()
+        if settings.lora is not None:
+            model.requires_grad_(False)
+            adapters.add_lora(model, settings.lora)
+        return model
+
+    def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
+        model = build(configs[0])
+        if recompute:
+            model.activation_checkpointing_enable()
+
+        def loss() -> Tensor:
+            ids = ids_of(1, size * settings.max_length) if packed else ids_of(size, settings.max_length)
+            with case.autocast, torch.compiler.set_stance("force_eager"):
+                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+                head = model.get_output_embeddings().weight
+                return head_loss(hidden.flatten(0, 1), head, ids.flatten(), compiled)[0]
+
+        with footprint.of(model):
+            learn(footprint, "update", {model: loss}, num)
+
+    moments = traced([case.config], run, "all" if compiled else None)
+    with torch.device("meta"):
+        model = build(case.config)
+        held, cost = Held().add(model), case.cost(model)
+    texts = lengths_of(share, settings.max_length)
+    flops = cost.learning(torch.zeros_like(texts), texts) + bool(recompute) * cost.reading(texts, 0 * texts)
+    times = None if case.num_rows is None else math.ceil(
+        settings.num_epochs * case.num_rows / min(settings.global_batch_size, case.num_rows)
+    )  # fmt: skip
+    passes = 3 * num * num_layers(case.config)
+    return [phase_of("update", held, case, moments, times, flops=flops, passes=passes, compiled=compiled)]
+
+
+def reward(settings: RewardSettings, case: Case) -> list[Phase]:
+    """The sampling of answers, if there is one, and one step of training."""
+    share = max(min(settings.global_batch_size, case.num_rows or math.inf) // case.num_processes, 1)
+    answers = case.num_answers + settings.num_sampled_answers
+    packed = _packs(settings, case)
+    size, num = _cut(settings, int(share), settings.max_length * answers, packed)
+    compiled = settings.compile and case.is_gpu
+
+    def build(config: PreTrainedConfig) -> ScalarModel:
+        model = scalar_of(config, attention=ATTENTION)
+        if settings.lora is not None:
+            model.requires_grad_(False)
+            adapters.add_lora(model.classifier, settings.lora)
+        return model.train()
+
+    def head_of(config: PreTrainedConfig) -> PolicyModel:
+        return PolicyModel(causal(config, ATTENTION)).requires_grad_(False)
+
+    def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
+        model = build(configs[0])
+        lm_head = head_of(configs[0]) if settings.lm_coef else None
+
+        def loss() -> Tensor:
+            rows = (1, size * answers * settings.max_length) if packed else (size * answers, settings.max_length)
+            ids = ids_of(*rows)
+            with case.autocast:
+                values, hidden = model(ids, torch.ones_like(ids).bool(), with_hidden=True)
+            if lm_head is None:
+                return values.sum()
+            best = hidden.flatten(0, 1)[: size * settings.max_length]
+            return values.sum() + lm_head.read(best, ids.flatten()[: len(best)], 1.0, with_entropy=False)[0].sum()
+
+        with footprint.of(model, *([lm_head] if lm_head else [])):
+            learn(footprint, "update", {model.classifier: loss}, num)
+
+    moments = traced([case.config], run, "layers" if compiled else None)
+    with torch.device("meta"):
+        model = build(case.config)
+        held, cost = Held().add(model), case.cost(model.classifier)
+        if settings.lm_coef:
+            head = head_of(case.config).model.get_output_embeddings().weight
+            held.weights += head.nbytes
+    texts = lengths_of(share * answers, settings.max_length)
+    flops = cost.learning(texts, 0 * texts)
+    times = None if case.num_rows is None else math.ceil(
+        settings.num_epochs * case.num_rows / min(settings.global_batch_size, case.num_rows)
+    )  # fmt: skip
+    layers = num_layers(case.config)
+    update = phase_of("update", held, case, moments, times, flops=flops, passes=3 * num * layers, compiled=compiled)
+    if not settings.num_sampled_answers or settings.answers_from is not None:
+        return [update]
+    room = settings.max_length - settings.max_new_tokens
+    of_samples = sampled(case, room, settings.max_new_tokens, _SAMPLED_AT_ONCE)
+    jobs = None if case.num_rows is None else math.ceil(
+        case.num_rows * settings.num_sampled_answers / case.num_processes / _SAMPLED_AT_ONCE
+    )  # fmt: skip
+    with torch.device("meta"):
+        policy = causal(case.config, PADDED).requires_grad_(False)
+        held, cost = Held().add(policy), case.cost(policy)
+    work = decoding(cost, room, settings.max_new_tokens, _SAMPLED_AT_ONCE, layers, engine_of("auto", case))
+    return [phase_of("sampling", held, case, of_samples, jobs, **work), update]

@@ -1,0 +1,120 @@
+"""Servers that speak JSON over HTTP, through the standard library: vLLM's, and any with OpenAI's chat completions.
+
+A judge or a reward function of one's own can ask a model behind such a server. The module that holds the function
+names server and model, so that they take part in the stage's key:
+
+    from rlhf.stages.endpoint import ChatModel
+
+    model = ChatModel("http://127.0.0.1:8000", "Qwen/Qwen3-8B")
+
+    def helpfulness(prompts, responses):
+        return model.grades(prompts, responses)
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+QUESTION = (
+    "Grade how well the response answers the prompt, as a whole number from 1 (useless or harmful) to 10 (could not "
+    "be better). Say the number and nothing else.\n\n<prompt>\n{prompt}\n</prompt>\n\n<response>\n{response}\n"
+    "</response>\n\nGrade:"
+)
+
+
+class EndpointError(RuntimeError):
+    """A server that is not there, refuses, or answers something else; the message says where, what, and the cure."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """The HTTP status, where there was an answer."""
+
+
+class Endpoint:
+    """One server. `key_variable` names the environment variable with its API key; `timeout` is in seconds.
+
+    `cure` says in errors how to start the server.
+    """
+
+    def __init__(self, url: str, key_variable: str | None = None, timeout: float = 600.0, cure: str = "") -> None:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(f"'{url}' is not the address of a server; write it as http://127.0.0.1:8000")
+        self.url = url.rstrip("/").removesuffix("/v1")  # others write the address with it
+        self.timeout, self._cure = timeout, f"; {cure}" if cure else ""
+        key = os.environ.get(key_variable, "") if key_variable else ""
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    def get(self, path: str) -> Any:
+        """The answer to GET `path`, which begins with a slash. Raises EndpointError."""
+        return self._ask(Request(self.url + path, headers=self._headers))
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer to `body`, None where it is empty. Raises EndpointError."""
+        return self._ask(Request(self.url + path, json.dumps(body).encode(), self._headers))
+
+    def _ask(self, request: Request) -> Any:
+        where = request.full_url
+        try:
+            with urlopen(request, timeout=self.timeout) as answer:
+                text = answer.read()
+        except HTTPError as error:
+            with error:
+                said = " ".join(error.read().decode(errors="replace").split())[:500]
+            raise EndpointError(f"{where}: HTTP {error.code}: {said or error.reason}", error.code) from error
+        except (URLError, HTTPException, OSError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):
+                raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds") from error
+            raise EndpointError(f"{where}: cannot be reached ({reason}){self._cure}") from error
+        try:
+            return json.loads(text) if text.strip() else None
+        except ValueError as error:
+            raise EndpointError(f"{where}: the answer is not JSON: {text[:100]!r}") from error
+
+
+class ChatModel:
+    """A model behind an OpenAI-compatible server (`POST /v1/chat/completions`), asked `at_once` questions at a time."""
+
+    def __init__(
+        self, url: str, model: str, key_variable: str | None = None, timeout: float = 600.0, at_once: int = 16
+    ) -> None:
+        self.endpoint = Endpoint(url, key_variable, timeout)
+        self.model, self.at_once = model, at_once
+
+    def answers(
+        self, conversations: Sequence[list[dict[str, str]]], max_new_tokens: int, temperature: float
+    ) -> list[str]:
+        """One text per conversation, a list of messages {role, content}. Raises EndpointError."""
+
+        def answer(messages: list[dict[str, str]]) -> str:
+            asked = {"model": self.model, "messages": messages, "max_tokens": max_new_tokens}
+            found = self.endpoint.post("/v1/chat/completions", asked | {"temperature": temperature})
+            try:
+                return str(found["choices"][0]["message"]["content"] or "")
+            except (KeyError, IndexError, TypeError) as error:
+                raise EndpointError(f"{self.endpoint.url}: an answer without text: {str(found)[:200]}") from error
+
+        with ThreadPoolExecutor(self.at_once) as pool:
+            return list(pool.map(answer, conversations))
+
+    def grades(self, prompts: Sequence[str], responses: Sequence[str], question: str = QUESTION) -> list[float]:
+        """The first number in the answer to `question`, which holds {prompt} and {response}. Raises EndpointError."""
+        parts = re.split(r"(\{prompt\}|\{response\})", question)
+        filled = [
+            "".join({"{prompt}": prompt, "{response}": response}.get(part, part) for part in parts)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        found = self.answers([[{"role": "user", "content": text}] for text in filled], 16, temperature=0.0)
+        numbers = [re.search(r"-?\d+(?:\.\d+)?", text) for text in found]
+        for row, (number, text) in enumerate(zip(numbers, found, strict=True), start=1):
+            if number is None:
+                raise EndpointError(f"{self.endpoint.url}: {self.model} gave row {row} no number but {text!r}")
+        return [float(number[0]) for number in numbers if number]

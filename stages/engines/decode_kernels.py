@@ -1,0 +1,202 @@
+"""Kernels for a step of decoding on a GPU: attention of one new token per row, and drawing the next one.
+
+Both read each row's own length, so that one CUDA graph serves all lengths.
+"""
+
+# mypy: allow-untyped-defs
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 4096  # logits that one program looks at
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Results [n,H,D] of queries [n,H,D] that see their row of keys and values [B,G,S,D] up to `lengths` [n].
+
+    The new keys and values [n,G,D] are put there, and seen too.
+    """
+    num, heads, size = query.shape
+    groups = key.shape[1]
+    out = torch.empty(num, heads, size, dtype=query.dtype, device=query.device)
+    _attend[(num, groups)](
+        query, key, value, keys, values, lengths, out, scaling, window or 2**30, softcap or 0.0,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        *keys.stride()[:3], out.stride(0), out.stride(1), size,
+        GROUP=heads // groups, ROWS=max(16, triton.next_power_of_2(heads // groups)),
+        D=triton.next_power_of_2(size), BLOCK=64, CAPPED=softcap is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend(
+    query, key, value, keys, values, lengths, out, scaling, window, softcap,
+    q_b, q_h, k_b, k_g, v_b, v_g, c_b, c_g, c_s, o_b, o_h, size,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One row and one head of keys: its queries are the rows of a matrix, padded to what a tensor core takes."""
+    b, g = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + b).to(tl.int32)
+    d = tl.arange(0, D)
+    r = tl.arange(0, ROWS)
+    inside = d < size
+    new_k = tl.load(key + b * k_b + g * k_g + d, mask=inside, other=0.0)
+    new_v = tl.load(value + b * v_b + g * v_g + d, mask=inside, other=0.0)
+    slot = b.to(tl.int64) * c_b + g * c_g
+    tl.store(keys + slot + length * c_s + d, new_k, mask=inside)
+    tl.store(values + slot + length * c_s + d, new_v, mask=inside)
+    mine = (r[:, None] < GROUP) & inside[None]
+    q = tl.load(query + b * q_b + (g * GROUP + r[:, None]) * q_h + d[None], mask=mine, other=0.0)
+    # The new token comes first: it is at hand, and what was stored need not be read again.
+    best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None], 1) * scaling  # [ROWS]
+    if CAPPED:
+        best = softcap * (2 * tl.sigmoid(2 * best / softcap) - 1)  # softcap · tanh(best / softcap)
+    total = tl.full([ROWS], 1.0, tl.float32)
+    result = tl.zeros([ROWS, D], tl.float32) + new_v.to(tl.float32)[None]
+    first = tl.maximum(length - window + 1, 0) // BLOCK * BLOCK
+    for start in range(first, length, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        seen = (s < length) & (s > length - window)
+        there = seen[:, None] & inside[None]
+        k = tl.load(keys + slot + s[:, None] * c_s + d[None], mask=there, other=0.0)
+        v = tl.load(values + slot + s[:, None] * c_s + d[None], mask=there, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling  # [ROWS,BLOCK]
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        scores = tl.where(seen[None], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(best - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        best = higher
+    result = result / total[:, None]
+    tl.store(out + b * o_b + (g * GROUP + r[:, None]) * o_h + d[None], result.to(q.dtype), mask=mine)
+
+
+def take(
+    logits: Tensor,
+    seed: Tensor,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    stops: Tensor,
+    last: Tensor,
+    made: Tensor,
+    done: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+) -> None:
+    """Draw a token for each row of `logits` [n,V] and write it down, as `_Writing._store` does.
+
+    Adding independent Gumbel noise to logits and taking the largest draws from their softmax. `seed` [1] counts up.
+    """
+    num, size = logits.shape
+    num_chunks = triton.cdiv(size, _CHUNK)
+    parts = torch.empty(5, num, num_chunks, dtype=torch.float32, device=logits.device)
+    _draw[(num, num_chunks)](
+        logits, seed, parts, size, logits.stride(0), parts.stride(0), scale, softcap or 0.0, 1 / temperature,
+        CAPPED=softcap is not None, CHUNK=_CHUNK, BLOCK=512, num_warps=4,
+    )  # fmt: skip
+    _write[(num,)](
+        parts, parts.stride(0), num_chunks, stops, len(stops), last, made, done, lengths, tokens, logprobs,
+        tokens.stride(0), tokens.shape[1] - 1,
+        CHUNKS=triton.next_power_of_2(num_chunks), STOPS=triton.next_power_of_2(max(len(stops), 1)), num_warps=1,
+    )  # fmt: skip
+    seed += 1
+
+
+@triton.jit
+def _draw(
+    logits, seed, parts, size, l_b, p_s, scale, softcap, inverse_temperature,
+    CAPPED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk of a row: highest noisy logit, its token and logit; largest logit, and sum of exponentials."""
+    b, chunk = tl.program_id(0), tl.program_id(1)
+    key = tl.load(seed)
+    lanes = tl.arange(0, BLOCK)
+    noisiest = tl.full([BLOCK], float("-inf"), tl.float32)
+    choice = tl.zeros([BLOCK], tl.int32)
+    logit = tl.zeros([BLOCK], tl.float32)
+    high = tl.full([BLOCK], -1e30, tl.float32)  # finite, so that a lane without a token adds exp(-1e30) = 0
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, CHUNK, 4 * BLOCK):
+        first = chunk * CHUNK + start + lanes
+        uniforms = tl.rand4x(key, b * size + first)  # four numbers are made at a time
+        for part in tl.static_range(4):
+            place = first + part * BLOCK
+            there = place < size
+            z = tl.load(logits + b.to(tl.int64) * l_b + place, mask=there, other=0.0).to(tl.float32) * scale
+            if CAPPED:
+                z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
+            z = tl.where(there, z * inverse_temperature, -1e30)
+            higher = tl.maximum(high, z)
+            total = total * tl.exp(high - higher) + tl.where(there, tl.exp(z - higher), 0.0)
+            high = higher
+            # -log(1 - u) is exponential; the winner's is small, where 1 - u would be rounded.
+            uniform = tl.maximum(uniforms[part], 1e-10)
+            waited = tl.where(uniform < 1e-3, uniform * (1 + uniform / 2), -tl.log(1 - uniform))
+            noisy = tl.where(there, z - tl.log(waited), float("-inf"))
+            better = noisy > noisiest
+            noisiest = tl.where(better, noisy, noisiest)
+            choice = tl.where(better, place, choice)
+            logit = tl.where(better, z, logit)
+    lane = lanes == tl.argmax(noisiest, 0)
+    top = tl.max(high, 0)
+    here = parts + b * tl.num_programs(1) + chunk
+    tl.store(here, tl.max(noisiest, 0))
+    tl.store(here + p_s, tl.sum(tl.where(lane, choice, 0), 0).to(tl.float32, bitcast=True))
+    tl.store(here + 2 * p_s, tl.sum(tl.where(lane, logit, 0.0), 0))
+    tl.store(here + 3 * p_s, top)
+    tl.store(here + 4 * p_s, tl.sum(total * tl.exp(high - top), 0))
+
+
+@triton.jit
+def _write(
+    parts, p_s, num_chunks, stops, num_stops, last, made, done, lengths, tokens, logprobs, t_b, limit,
+    CHUNKS: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    """Put the chunks of a row together and write its token down."""
+    b = tl.program_id(0)
+    c = tl.arange(0, CHUNKS)
+    there = c < num_chunks
+    here = parts + b * num_chunks + c
+    noisiest = tl.load(here, mask=there, other=float("-inf"))
+    choice = tl.load(here + p_s, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    logit = tl.load(here + 2 * p_s, mask=there, other=0.0)
+    high = tl.load(here + 3 * p_s, mask=there, other=-1e30)
+    total = tl.load(here + 4 * p_s, mask=there, other=0.0)
+    top = tl.max(high, 0)
+    logsumexp = top + tl.log(tl.sum(total * tl.exp(high - top), 0))
+    chosen = c == tl.argmax(noisiest, 0)
+    token = tl.sum(tl.where(chosen, choice, 0), 0)
+    logprob = tl.sum(tl.where(chosen, logit, 0.0), 0) - logsumexp
+    was_done = tl.load(done + b) != 0
+    num = tl.load(made + b)
+    place = tl.where(was_done, limit, num)
+    tl.store(tokens + b * t_b + place, token.to(tl.int64))
+    tl.store(logprobs + b * t_b + place, logprob)
+    s = tl.arange(0, STOPS)
+    stop = tl.load(stops + s, mask=s < num_stops, other=-1)
+    hit = tl.sum((stop == token).to(tl.int32), 0) > 0
+    going = tl.where(was_done, 0, 1)
+    tl.store(made + b, num + going)
+    tl.store(lengths + b, tl.load(lengths + b) + going)
+    tl.store(done + b, was_done | hit | (num + going >= limit))
+    tl.store(last + b, token.to(tl.int64))

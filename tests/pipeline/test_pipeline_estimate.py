@@ -1,0 +1,156 @@
+"""`rlhf estimate`: what is asked of the process that may import torch, and how its answer is shown."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_world import write_recipe, write_rows
+
+from rlhf.pipeline import estimate
+
+ANSWER: dict[str, Any] = {
+    "device": {"name": "H100 80GB", "gib": 79.1, "usable_gib": 72.77},
+    "num_processes": 1,
+    "fits": False,
+    "stages": {
+        "sft": {
+            "precision": "bf16", "peak_gib": 12.34, "fits": True, "seconds": None, "changes": [],
+            "phases": [{
+                "name": "update", "total_gib": 12.34, "seconds": 0.25, "times": None,
+                "gib": {"weights": 4.0, "optimiser": 4.0, "gradients": 2.0, "activations": 2.339, "cache": 0.0,
+                        "logits": 0.001},
+            }],
+        },
+        "ppo": {
+            "precision": "bf16", "peak_gib": 90.0, "fits": False, "seconds": 7200.0,
+            "phases": [{
+                "name": "update", "total_gib": 90.0, "seconds": 72.0, "times": 100,
+                "gib": {"weights": 30.0, "optimiser": 30.0, "gradients": 15.0, "activations": 15.0, "cache": 0.0,
+                        "logits": 0.0},
+            }],
+            "changes": [
+                {"settings": {"ppo.layout": "adapters"}, "peak_gib": 20.0, "fits": True},
+                {"settings": {"ppo.microbatch_size": 4, "ppo.offload": True}, "peak_gib": 80.0, "fits": False},
+            ],
+        },
+    },
+}  # fmt: skip
+
+
+class Child:
+    """Stands in for the other process."""
+
+    def __init__(self) -> None:
+        self.request: dict[str, Any] = {}
+        self.code, self.said = 0, ""
+
+    def run(self, words: list[str], input: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        assert words[1:] == ["-m", "rlhf.stages.estimate"]
+        self.request = json.loads(input)
+        return subprocess.CompletedProcess(words, self.code, "a line of a library\n" + json.dumps(ANSWER), self.said)
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch, world: Path) -> Child:
+    found = Child()
+    monkeypatch.setattr(estimate.subprocess, "run", found.run)
+    monkeypatch.setattr(estimate, "visible_gpus", lambda: 2)
+    return found
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+def test_the_table_shows_each_phase_and_what_to_change_and_the_exit_code_is_0(child: Child, rlhf: Call) -> None:
+    code, out, err = rlhf("estimate", "recipe.yaml")
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1] == ["sft", "update", "4.00", "4.00", "2.00", "2.34", "0", "<.01", "12.34", "250", "ms", "?"]
+    assert lines[2][:2] == ["ppo", "update"]
+    assert lines[2][-4:] == ["90.00", "1:12", "min", "100"]
+    assert out.splitlines()[3:] == [
+        "H100 80GB: 79.1 GiB, 72.8 of them counted on",
+        "sft: 12.34 GiB in bf16, fits; rows not counted",
+        "ppo: 90.00 GiB in bf16, does not fit; about 2:00:00",
+        "  ppo.layout=adapters: 20.00 GiB, fits",
+        "  ppo.microbatch_size=4 ppo.offload=true: 80.00 GiB",
+    ]
+
+
+def test_json_is_the_answer(child: Child, rlhf: Call) -> None:
+    code, out, _ = rlhf("estimate", "recipe.yaml", "--json")
+    assert (code, json.loads(out)) == (0, ANSWER)
+
+
+def test_the_recipe_is_asked_about_as_it_is_written(child: Child, rlhf: Call) -> None:
+    rlhf("estimate", "recipe.yaml", "ppo.layout=adapters")
+    stages = child.request["stages"]
+    assert list(stages) == ["pretrain", "sft", "reward", "ppo"]
+    assert stages["ppo"]["layout"] == "adapters"
+    assert "layout" not in stages["sft"]
+    assert "microbatch_size" not in stages["ppo"]  # which is not set, and has a default
+
+
+def test_there_are_as_many_processes_as_a_run_would_have(child: Child, rlhf: Call) -> None:
+    rlhf("estimate", "recipe.yaml")
+    assert (child.request["num_processes"], child.request["device"]) == (2, None)
+    rlhf("estimate", "recipe.yaml", "--device", "h100")
+    assert (child.request["num_processes"], child.request["device"]) == (1, "h100")
+    rlhf("estimate", "recipe.yaml", "--device", "h100", "num_processes=4")
+    assert child.request["num_processes"] == 4
+
+
+def test_rows_that_are_here_are_counted_less_those_held_out(child: Child, rlhf: Call, world: Path) -> None:
+    rlhf("estimate", "recipe.yaml", "eval_share=0.5")
+    assert child.request["rows"] == {"sft": {"rows": 1}, "reward": {"rows": 1, "answers": 2}}
+    rankings = [{"prompt": f"p{n}", "responses": ["a", "b", "c"], "ranks": [1, 2, 3]} for n in range(10)]
+    write_rows(world / "rankings.jsonl", rankings)
+    rlhf("estimate", "recipe.yaml", "reward.eval_data=rankings.jsonl")
+    assert child.request["rows"]["reward"] == {"rows": 10, "answers": 3}
+
+
+@pytest.mark.parametrize("content", [None, '{"prompt": "a"}\n'])
+def test_rows_that_are_not_here_or_cannot_be_read_are_not_counted(
+    child: Child, rlhf: Call, world: Path, content: str | None
+) -> None:
+    (world / "demonstrations.jsonl").unlink()
+    if content is not None:
+        (world / "demonstrations.jsonl").write_text(content)
+    code, _, _ = rlhf("estimate", "recipe.yaml")
+    assert (code, child.request["rows"]["sft"]) == (0, {})
+
+
+def test_what_the_other_process_refuses_is_refused(child: Child, rlhf: Call) -> None:
+    child.code, child.said = 2, "sft.model: no config of a model in 'x'\n"
+    assert rlhf("estimate", "recipe.yaml") == (2, "", "error: sft.model: no config of a model in 'x'\n")
+
+
+def test_what_breaks_there_is_told_in_its_last_line(child: Child, rlhf: Call) -> None:
+    child.code, child.said = 1, "Traceback …\nRuntimeError: no\n"
+    assert rlhf("estimate", "recipe.yaml") == (1, "", "error: RuntimeError: no\n")
+
+
+def test_a_device_that_is_not_known_is_refused_before_anything_is_started(child: Child, rlhf: Call) -> None:
+    code, _, err = rlhf("estimate", "recipe.yaml", "--device", "h9000")
+    assert code == 2
+    assert err.startswith("error: --device h9000: no such device; give one of B200, H200, ")
+    assert child.request == {}
+
+
+def test_a_whole_recipe_is_told_by_the_real_process(world: Path, rlhf: Call) -> None:
+    write_recipe(
+        world,
+        pretrain={"data": "text.jsonl", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300,
+                  "context_length": 64, "num_steps": 10},
+        sft={"data": "demonstrations.jsonl", "max_length": 64},
+    )  # fmt: skip
+    code, out, err = rlhf("estimate", "recipe.yaml", "--device", "l4", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["device"]["name"], found["fits"]) == ("L4", True)
+    assert list(found["stages"]) == ["pretrain", "sft"]
+    assert 0 < found["stages"]["pretrain"]["peak_gib"] < 1
+    assert not list(world.glob("runs*"))  # nothing is written

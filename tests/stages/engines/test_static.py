@@ -1,0 +1,259 @@
+"""The built-in engine reads every family as the family's own forward pass does, and leaves nothing in the model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decoder_world import PLACES
+from engines_world import PROMPTS, STOPS, assert_sampled, read
+from stages_world import tiny_policy
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rlhf.stages import adapters
+from rlhf.stages.decoder import DecoderConfig
+from rlhf.stages.engines import Responses, slots
+from rlhf.stages.engines.static import FAMILIES, StaticEngine
+from rlhf.stages.engines.twin import _Product
+from rlhf.stages.ppo.layout import recompute_layers
+from rlhf.stages.settings import LoraSettings
+
+BASE: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": 1}
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**BASE),
+    "llama with biases": lambda: LlamaConfig(**BASE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**BASE, sliding_window=7),
+    "qwen2": lambda: Qwen2Config(**BASE),
+    "qwen2 with windows": lambda: Qwen2Config(**BASE, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**BASE, head_dim=16),
+    "gemma": lambda: GemmaConfig(**BASE, head_dim=12),
+    "gemma2": lambda: Gemma2Config(
+        **BASE, head_dim=12, query_pre_attn_scalar=12, sliding_window=7, attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **BASE, head_dim=12, query_pre_attn_scalar=12, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gpt2": lambda: GPT2Config(**GPT2),
+    "gpt2 scaled by layer": lambda: GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True),
+    **{
+        f"rlhf_decoder {place} {positions} {groups}": lambda place=place, positions=positions, groups=groups: (
+            DecoderConfig(**BASE | {"norm_position": place, "positions": positions, "num_key_value_heads": groups})
+        )
+        for place, positions in PLACES
+        for groups in (2, 4)
+    },
+}  # fmt: skip
+"""Windows are shorter than the texts, and caps low enough to cap."""
+
+
+def new_model(family: str, std: float | None = 0.3) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and std is not None:
+            parameter.data.normal_(0, std)
+        elif name.endswith("bias"):
+            parameter.data.normal_(0, 0.3)
+    return model
+
+
+def drawn(engine: StaticEngine, prompts: list[list[int]] = PROMPTS, length: int = 20) -> Responses:
+    torch.manual_seed(0)
+    return engine.generate(prompts, length, 0.7, STOPS, 0)
+
+
+def test_every_family_is_tested() -> None:
+    assert {name.split()[0] for name in CONFIGS} == FAMILIES
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_family_is_read_as_it_reads_itself(family: str) -> None:
+    model = new_model(family)
+    for num_slots in (None, 3):  # all at once; and with prompts that wait for a slot
+        responses = drawn(StaticEngine(model, num_slots=num_slots))
+        assert_sampled(model, PROMPTS, responses, 0.7, STOPS, 20)
+        lengths = responses.mask.sum(-1)
+        assert lengths.max() > 8  # longer than a window, and others end before
+        assert len(lengths.unique()) > 2
+
+
+@pytest.mark.parametrize("num_slots", [None, 1, 2, 4])
+def test_responses_of_one_token(num_slots: int | None) -> None:
+    model = new_model("llama")
+    assert_sampled(model, PROMPTS, drawn(StaticEngine(model, num_slots=num_slots), length=1), 0.7, STOPS, 1)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 16])
+def test_many_prompts_share_few_slots(num_slots: int) -> None:
+    """Each response stands beside its own prompt, whatever slot it was written in, and wherever that moved."""
+    model = new_model("mistral")
+    prompts = [[3 + i, 4] * (1 + i % 5) for i in range(40)]
+    responses = drawn(StaticEngine(model, num_slots=num_slots), prompts)
+    assert_sampled(model, prompts, responses, 0.7, STOPS, 20)
+    assert (responses.mask.sum(-1) == 20).any()
+
+
+# --- what is computed
+
+
+def passes(model: Any, num_slots: int | None, prompts: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Rows of each pass that read prompts, and of each pass that made a token."""
+    shapes: list[Any] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    drawn(StaticEngine(model, num_slots=num_slots), prompts)
+    return [rows for rows, width in shapes if width > 1], [rows for rows, width in shapes if width == 1]
+
+
+def test_equal_prompts_are_read_once_and_rows_that_have_ended_are_not_written_on() -> None:
+    read_rows, written = passes(new_model("llama"), None, PROMPTS)
+    assert read_rows == [5]  # of 7
+    assert written[0] <= 7
+    assert written == sorted(written, reverse=True)
+    assert written[-1] < 7
+
+
+def test_prompts_that_wait_take_the_slots_of_rows_that_have_ended_and_at_the_end_rows_move_up() -> None:
+    prompts = [[3 + i, 4] for i in range(12)]
+    read_rows, written = passes(new_model("llama"), 3, prompts)
+    assert sum(read_rows) == 12
+    assert len(read_rows) > 3
+    assert max(written) == 3
+    assert min(written) < 3
+    assert written == sorted(written, reverse=True)
+
+
+# --- adapters
+
+
+def adapted(shape: str) -> Any:
+    """A policy with an adapter that has a say."""
+    model = tiny_policy(shape)
+    model.requires_grad_(False)
+    adapters.add_lora(model, LoraSettings(r=2, alpha=4))
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def traces(model: nn.Module) -> list[Any]:
+    """What a model is made of, beside the values of its weights."""
+    return [(name, type(module), sorted(vars(module)), module.training) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_an_adapter_is_merged_for_the_rollout_and_the_model_stays_as_it_was(shape: str) -> None:
+    model = adapted(shape)
+    weights = {name: (x, x.clone(), x.requires_grad) for name, x in model.state_dict(keep_vars=True).items()}
+    before, config, attention = traces(model), model.config.to_dict(), model.config._attn_implementation
+    responses = drawn(StaticEngine(model))
+    assert_sampled(model, PROMPTS, responses, 0.7, STOPS, 20)
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == weights.keys()
+    for name, (tensor, value, learns) in weights.items():
+        assert after[name] is tensor
+        assert torch.equal(tensor, value)
+        assert tensor.requires_grad == learns
+    assert traces(model) == before
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == attention
+    plain = read(tiny_policy(shape), PROMPTS, responses, 0.7)
+    assert (responses.logprobs - plain).abs().max() > 0.1  # the adapter has a say
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_recomputed_layers_change_nothing(shape: str) -> None:
+    model = adapted(shape)
+    engine = StaticEngine(model)
+    plain = drawn(engine)
+    recompute_layers(model)
+    for other in (engine, StaticEngine(model)):
+        found = drawn(other)
+        assert torch.equal(found.tokens, plain.tokens)
+        assert torch.equal(found.logprobs, plain.logprobs)
+
+
+def test_an_adapter_that_learns_is_followed() -> None:
+    model = adapted("llama")
+    engine = StaticEngine(model)
+    before = drawn(engine)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(-1.5)
+    after = drawn(engine)
+    assert_sampled(model, PROMPTS, after, 0.7, STOPS, 20)
+    assert not torch.equal(before.logprobs[:, 0], after.logprobs[:, 0])
+
+
+# --- another type, and memory
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "rlhf_decoder post sinusoidal 4"])
+def test_a_model_in_float32_is_sampled_in_bfloat16(family: str) -> None:
+    model = new_model(family, std=None)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    responses = drawn(StaticEngine(model, torch.bfloat16))
+    gap = (responses.logprobs - read(model, PROMPTS, responses, 0.7)).abs()[responses.mask]
+    assert 0 < gap.mean() < 0.02
+    after = model.state_dict()
+    assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in before)
+
+
+def assert_nothing_kept(engine: StaticEngine, model: nn.Module) -> None:
+    products = [module for module in engine.twin.model.modules() if isinstance(module, _Product)]
+    assert products
+    for product in products:
+        assert product.weight is None
+        assert product.bias is None
+        assert not product.parts
+    own = {id(parameter) for parameter in model.parameters()}
+    assert all(id(parameter) in own for parameter in engine.twin.model.parameters())
+    assert not slots._current
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("lora", [False, True])
+def test_nothing_of_a_rollout_is_kept(dtype: torch.dtype | None, lora: bool) -> None:
+    model = adapted("llama") if lora else new_model("llama with biases")
+    engine = StaticEngine(model, dtype)
+    drawn(engine)
+    assert_nothing_kept(engine, model)
+
+
+def test_nothing_of_a_rollout_that_failed_is_kept_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model("llama")
+    engine = StaticEngine(model)
+    plain = drawn(engine)
+    silu, calls = nn.functional.silu, []
+
+    def full(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise MemoryError
+        return silu(*arguments, **named)
+
+    monkeypatch.setattr(nn.functional, "silu", full)
+    with pytest.raises(MemoryError):
+        drawn(engine)
+    assert_nothing_kept(engine, model)
+    assert torch.equal(drawn(engine).tokens, plain.tokens)

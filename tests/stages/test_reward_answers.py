@@ -1,0 +1,68 @@
+"""Answers to be ranked that come from a model behind a server."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_world import chatting, saying
+from reward_world import marked, new_run, rankings_file, run_reward, settings
+from stages_world import byte_tokenizer, tiny_policy
+
+from rlhf.data.errors import SettingsError
+from rlhf.stages.models import save_folder
+from rlhf.stages.reward.answers import sample_answers
+
+JUDGED: dict[str, Any] = {"judge": "reward_judge:marks", "num_sampled_answers": 2, "max_new_tokens": 8}
+
+
+@pytest.fixture(autouse=True)
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which counts exclamation marks."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "reward_judge.py").write_text(
+        "def marks(prompts, responses):\n    return [text.count('!') for text in responses]\n"
+    )
+
+
+def test_the_server_is_sent_the_messages_and_its_answers_are_the_prompts_own(tmp_path: Path) -> None:
+    with chatting() as server:
+        run = new_run(tmp_path / "run", **JUDGED, answers_from={"url": server.url, "model": "big"}, temperature=0.7)
+        prompts = [[{"role": "user", "content": text}] for text in ("a", "b", "c")]
+        found = sample_answers(run, byte_tokenizer(), prompts)
+        run.close()
+    assert found == [["<a>"] * 2, ["<b>"] * 2, ["<c>"] * 2]
+    assert [body["messages"] for body, _ in server.asked if body["messages"] in prompts[1:2]] == prompts[1:2] * 2
+    asked = {(body["model"], body["max_tokens"], body["temperature"]) for body, _ in server.asked}
+    assert asked == {("big", 8, 0.7)}
+
+
+def test_a_stage_trains_on_them_as_on_others(tmp_path: Path) -> None:
+    save_folder(tmp_path / "policy", tiny_policy(), byte_tokenizer())
+    (tmp_path / "reward").mkdir()
+    rows = rankings_file(tmp_path / "rows.jsonl", marked(12))
+    with chatting() as server:
+        server.say = saying("!!!!!!!")
+        source = {"url": server.url, "model": "big"}
+        run_reward(tmp_path / "reward", str(tmp_path / "policy"), rows, **JUDGED, answers_from=source)
+    answers = (tmp_path / "reward" / "answers.jsonl").read_text()
+    assert answers.count('"!!!!!!!"') == 12  # two equal ones count once
+
+
+def test_the_model_takes_part_in_the_key_and_the_address_does_not() -> None:
+    def key(**source: str) -> dict[str, Any]:
+        return settings(
+            data="x.jsonl", **JUDGED, answers_from={"url": "http://a", "model": "big", **source}
+        ).result_settings()
+
+    assert key() == key(url="http://b", key_variable="A_KEY")
+    assert key() != key(model="small")
+
+
+def test_an_address_that_is_none_and_a_server_without_use_are_refused(tmp_path: Path) -> None:
+    source = {"url": "127.0.0.1:8000", "model": "big"}
+    run = new_run(tmp_path / "run", **JUDGED, answers_from=source)
+    with pytest.raises(SettingsError, match=r"reward\.answers_from\.url: '127\.0\.0\.1:8000' is not the address"):
+        sample_answers(run, byte_tokenizer(), [])
+    run.close()
+    with pytest.raises(SettingsError, match="answers_from has no effect without num_sampled_answers"):
+        settings(data="x.jsonl", answers_from=source)
