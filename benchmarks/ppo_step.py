@@ -227,7 +227,7 @@ def run_ours(world: Path, given: dict[str, Any], layout: str, iterations: int, m
             "data": str(world / "prompts.jsonl"), "num_iterations": iterations + 1,
             "rollout_batch_size": given["prompts"], "num_epochs": EPOCHS, "max_prompt_length": given["prompt_tokens"],
             "max_new_tokens": given["new_tokens"], "microbatch_size": given["microbatch"], "learning_rate": 1e-6,
-            "critic_learning_rate": 1e-6, "eval_every": 1000, "save_every": 1000, "eval_share": 0.02,
+            "critic_learning_rate": 1e-6, "eval_every": 1000, "save_every": 1000, "eval_share": 0.2,
             "layout": layout, "report_to": [], **more,
         },
         "ppo",

@@ -8,10 +8,11 @@
 Prompts of 128 random tokens, 256 new ones, no early stop; models are random. Seconds are of the whole call, the least
 of three; `first` is the first call, with what is compiled and captured in it. `bound` is what reading the weights and
 the keys and values of a mean step takes at the bandwidth that copying has here, measured in the same run. `ragged`:
-each answer is cut at a length between 16 and 256 that is drawn for it, four times as many prompts as slots; useful
-tokens per second, and their share of the fixed-length figure. `logprobs`: mean and largest distance of the engine's
-log-probabilities from those of a teacher-forced forward pass. `chi2`: distance of 20,000 first tokens from the law,
-in standard deviations of the chi-squared distribution, at temperatures 1 and 0.7 (below 4 is as it should be).
+each answer ends at a length between 16 and 256 that is drawn for it, four times as many prompts as slots (and as rows
+of a batch of `generate`); useful tokens per second, and their share of the fixed-length figure. `logprobs`: mean and
+largest distance of the engine's log-probabilities from those of a teacher-forced forward pass. `chi2`: distance of
+4,096 second tokens from their law, in standard deviations of the chi-squared distribution, at temperatures 1 and 0.7
+(below 4 is as it should be).
 """
 
 import argparse
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StoppingCriteriaList
 
 from rlhf.stages.engines import Responses, static
 from rlhf.stages.engines.static import StaticEngine
@@ -102,7 +103,10 @@ def measure(shape: str, size: int, device: torch.device, bandwidth: float, no_pe
     for key, value in peers(model, prompts, new, dynamic_only=shape == "small").items() if not no_peer else ():
         found[key] = value
         found[f"× {key}"] = found["tokens/s"] / value
-    found["ragged"], found["ragged share"] = ragged(model, size, prompt, new, found["tokens/s"])
+    found["ragged"], peer = ragged(model, size, prompt, new, with_peer=not no_peer)
+    found["ragged share"] = found["ragged"] / found["tokens/s"]
+    if not no_peer:
+        found["× ragged generate"] = found["ragged"] / peer
     found["logprobs"] = distance(model, prompts, ours())
     found["chi2"] = [chi_squared(engine, model, temperature) for temperature in (1.0, 0.7)]
     return found
@@ -111,10 +115,7 @@ def measure(shape: str, size: int, device: torch.device, bandwidth: float, no_pe
 def peers(model: PreTrainedModel, prompts: list[list[int]], new: int, dynamic_only: bool) -> dict[str, float]:
     """Tokens per second of `generate` with its usual cache, and with a static one, which it compiles."""
     ids = torch.tensor(prompts, device=model.device)
-    settings: dict[str, Any] = {
-        "attention_mask": torch.ones_like(ids), "max_new_tokens": new, "min_new_tokens": new, "do_sample": True,
-        "top_k": 0, "top_p": 1.0, "pad_token_id": PAD,
-    }  # fmt: skip
+    settings = usual_settings(ids, new)
     found = {}
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan for every new length, for 15 s at first
     for name, more in (("generate", {}), ("static generate", {"cache_implementation": "static"})):
@@ -126,8 +127,16 @@ def peers(model: PreTrainedModel, prompts: list[list[int]], new: int, dynamic_on
     return found
 
 
-def ragged(model: PreTrainedModel, size: int, prompt: int, new: int, fixed: float) -> tuple[float, float]:
-    """(useful tokens per second, their share of `fixed`) of answers that end after a number of tokens of their own.
+def usual_settings(ids: torch.Tensor, new: int) -> dict[str, Any]:
+    """Of a call of `generate` that draws from the model's own law."""
+    return {
+        "attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": True, "top_k": 0, "top_p": 1.0,
+        "pad_token_id": PAD, "eos_token_id": -1,
+    }  # fmt: skip
+
+
+def ragged(model: PreTrainedModel, size: int, prompt: int, new: int, with_peer: bool) -> tuple[float, float]:
+    """Useful tokens per second, of ours and of `generate`, of answers that end after a number of tokens of their own.
 
     A random model draws stop tokens too seldom, so rows are told that they have made some tokens already.
     """
@@ -150,7 +159,18 @@ def ragged(model: PreTrainedModel, size: int, prompt: int, new: int, fixed: floa
         rate = sum(lengths.values()) / seconds(lambda: engine.generate(prompts, new, 1.0, [-1], PAD), 2)
     finally:
         static._Writing = usual  # type: ignore[misc]
-    return rate, rate / fixed
+    if not with_peer:
+        return rate, 0.0
+    ids = torch.tensor(prompts, device=model.device)
+    limits = torch.tensor(list(lengths.values()), device=model.device)
+
+    def answer() -> None:
+        for rows, ends in zip(ids.split(size), limits.split(size), strict=True):
+            ended = lambda so_far, _, ends=ends: so_far.shape[1] - prompt >= ends  # noqa: E731
+            model.generate(rows, **usual_settings(rows, new), stopping_criteria=StoppingCriteriaList([ended]))
+
+    answer()
+    return rate, sum(lengths.values()) / seconds(answer, 1)
 
 
 def distance(model: PreTrainedModel, prompts: list[list[int]], found: Responses) -> list[float]:

@@ -31,6 +31,19 @@ class Slots:
         """Rows whose first tokens the next forward pass reads; None where it reads one more of each of the first n."""
         self.longest = num_tokens
         """How much of the slots is looked at: more than the longest row has."""
+        self._seen: dict[int | None, Tensor] = {}
+
+    def next_step(self, longest: int | None = None) -> None:
+        """The next forward pass reads one more token of each of the first rows, of which none has `longest` yet."""
+        self.beginning, self.longest = None, longest or self.shape[1]
+        self._seen.clear()
+
+    def seen(self, num_rows: int, window: int | None) -> Tensor:
+        """Which places each row sees in this step [n,1,S]; made once for all layers."""
+        if window not in self._seen:
+            places = torch.arange(self.longest, device=self.lengths.device)
+            self._seen[window] = _seen(places, self.lengths[:num_rows, None, None], window)
+        return self._seen[window]
 
     def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B,G,S,D] of a layer whose new keys are `like` [n,G,T,D]."""
@@ -74,10 +87,10 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it, from queries [n,H,T,D] and keys and values [n,G,T,D] of new tokens."""
-    return slots_attention(query, key, value, module.number, scaling, sliding_window, softcap), None
+    operator = _operator if query.is_cuda else slots_attention  # the CPU compiles nothing, and calls are dear there
+    return operator(query, key, value, module.number, scaling, sliding_window, softcap), None
 
 
-@torch.library.custom_op("rlhf::slots_attention", mutates_args=())
 def slots_attention(
     query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scaling: float, window: int | None, softcap: float | None
 ) -> Tensor:
@@ -106,11 +119,13 @@ def slots_attention(
     rows = torch.arange(num_rows, device=key.device)
     keys[rows, :, lengths], values[rows, :, lengths] = key[:, :, 0], value[:, :, 0]
     keys, values = keys[:num_rows, :, : slots.longest], values[:num_rows, :, : slots.longest]
-    seen = _seen(torch.arange(slots.longest, device=key.device), lengths[:, None, None], window)  # [n,1,S]
-    return _attention(query, keys, values, seen, scaling, softcap).contiguous()
+    return _attention(query, keys, values, slots.seen(num_rows, window), scaling, softcap).contiguous()
 
 
-@slots_attention.register_fake
+_operator = torch.library.custom_op("rlhf::slots_attention", slots_attention, mutates_args=())
+
+
+@_operator.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scaling: float, window: int | None, softcap: float | None
 ) -> Tensor:

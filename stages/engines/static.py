@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from rlhf.data.collate import pad_right
-from rlhf.stages.engines import Responses, mask_to_the_end
+from rlhf.stages.engines import Responses, mask_to_the_end, no_responses
 from rlhf.stages.engines.sampling import draw, shaped
 from rlhf.stages.engines.slots import HAS_TRITON, Slots, working_on
 from rlhf.stages.engines.twin import Twin
@@ -21,6 +21,7 @@ from rlhf.stages.engines.twin import Twin
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "rlhf_decoder"})
 """Model types whose sampling is tested against their own forward pass."""
 _PREFILL_TOKENS = 2**15  # that one forward pass reads, which bounds its activations
+_FEWEST = 8  # rows of a step on a GPU: fewer are not faster, and code that is compiled for one row is good for no other
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All but cuDNN's, which takes some 60 ms to plan for every new shape."""
 
@@ -54,13 +55,19 @@ class StaticEngine:
         pad_token_id: int,
     ) -> Responses:
         """See `Engine.generate`."""
+        if not prompts:
+            return no_responses(self.device)
         num_slots = min(self.num_slots or len(prompts), len(prompts))
-        slots = Slots(num_slots, max(map(len, prompts)) + max_new_tokens, self.device)
+        slots = Slots(
+            max(num_slots, _FEWEST) if self.device.type == "cuda" else num_slots,
+            max(map(len, prompts)) + max_new_tokens,
+            self.device,
+        )
         self.twin.take()
         try:
             with working_on(slots), torch.autocast(self.device.type, enabled=False), sdpa_kernel(_KERNELS):
                 writing = _Writing(self.twin, slots, max_new_tokens, temperature, stop_token_ids, pad_token_id)
-                tokens, logprobs = _schedule(writing, prompts)
+                tokens, logprobs = _schedule(writing, prompts, num_slots)
         finally:
             self.twin.give_back()
         mask = mask_to_the_end(tokens, stop_token_ids)
@@ -72,9 +79,9 @@ class StaticEngine:
         """Nothing to do: weights are read anew for every call."""
 
 
-def _schedule(writing: "_Writing", prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> tuple[Tensor, Tensor]:
     """(tokens, log-probabilities) [B,R] of all prompts: which row is in which slot, and when that changes."""
-    num_slots, limit = writing.slots.shape[0], writing.max_new_tokens
+    limit = writing.max_new_tokens
     # Prompts of one length are next to each other, and equal ones too.
     waiting = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), prompts[i], i), reverse=True)
     tokens = writing.tokens.new_empty(len(prompts), limit)
@@ -158,11 +165,11 @@ class _Writing:
 
     def step(self, num: int) -> None:
         """One more token in each of the first `num` slots."""
-        self.slots.beginning = None
         if not self.on_gpu:
-            self.slots.longest = int(self.slots.lengths[:num].amax()) + 1
+            self.slots.next_step(longest=int(self.slots.lengths[:num].amax()) + 1)
             self._step(num)
             return
+        self.slots.next_step()
         num = _rows_of_graph(num, self.slots.shape[0])
         if num not in self.graphs:
             self.graphs[num] = self._capture(num)
@@ -190,6 +197,9 @@ class _Writing:
 
     def _read(self, rows: list[int], prompts: list[list[int]]) -> Tensor:
         """Last states [n,d] of prompts, whose keys and values go into the slots `rows`."""
+        if self.on_gpu and len(rows) == 1:  # as above
+            hidden = self._read(rows * 2, prompts * 2)
+            return hidden[:1]
         ids, mask = (x.to(self.made.device) for x in pad_right(prompts, self.pad_token_id))  # [n,P]
         self.slots.beginning = torch.tensor(rows, device=self.made.device)
         positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
@@ -230,6 +240,7 @@ class _Writing:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step(num)  # what is made at first, compiled code above all, is made outside of the graph
+        self.slots.next_step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
@@ -246,4 +257,4 @@ class _Writing:
 
 def _rows_of_graph(num: int, most: int) -> int:
     """Rows of the graph that serves `num` rows: the next power of two, so that there are few graphs."""
-    return min(max(1 << (num - 1).bit_length(), 8), most)
+    return min(max(1 << (num - 1).bit_length(), _FEWEST), most)

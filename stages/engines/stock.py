@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf.data.collate import pad_left
-from rlhf.stages.engines import Responses, mask_to_the_end
+from rlhf.stages.engines import Responses, mask_to_the_end, no_responses
 from rlhf.stages.models import PolicyModel
 
 
@@ -30,6 +30,8 @@ class TransformersEngine:
         pad_token_id: int,
     ) -> Responses:
         """See `Engine.generate`."""
+        if not prompts:
+            return no_responses(self.model.device)
         size = self.num_rows or len(prompts)
         law = max_new_tokens, temperature, stop_token_ids, pad_token_id
         parts = [self._answer(prompts[start : start + size], *law) for start in range(0, len(prompts), size)]

@@ -66,6 +66,7 @@ class Twin:
             setattr(module, name, weight)
         for product in self._products:
             product.weight = product.bias = None
+            product.parts = {}  # of a pass that failed
 
     def states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Last hidden states [n,T,d] of ids [n,T] at positions [n,T]."""

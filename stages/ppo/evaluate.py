@@ -104,7 +104,8 @@ def evaluate_folder(folder: Path) -> dict[str, float]:
     """Answer the held-out prompts again with the models of a finished stage; the figures of `comparison`."""
     if not Artifact(folder).sealed:
         raise RefusedError(f"{folder}: not a finished ppo stage; it has no manifest.json")
-    settings = read_settings(folder, PPOSettings)
+    here = {"rollout": RolloutSettings.model_validate({})}  # a server is not needed for this
+    settings = read_settings(folder, PPOSettings).model_copy(update=here)
     assert settings.model is not None
     run = Runtime(settings, folder, evaluate_only=True)
     tokenizer = load_tokenizer(str(folder / "model"))
@@ -115,7 +116,6 @@ def evaluate_folder(folder: Path) -> dict[str, float]:
     rewards = load_rewards(settings, tokenizer, policy.model)
     for model in (policy, reference, rewards):
         model.to(run.device).eval()
-    settings.rollout = RolloutSettings.model_validate({})  # a server is not needed for this
     engines = {model: policy_engine(run, model.model) for model in (policy, reference)}
     evaluator = Evaluator(run, tokenizer, reference, rewards, prompts, encoded, engines)
     figures = comparison(evaluator(reference), evaluator(policy))

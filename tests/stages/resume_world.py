@@ -89,7 +89,7 @@ def watch(stage: str, patch: pytest.MonkeyPatch, seen: list[Any]) -> None:
             run, batch = arguments[0], arguments[3]
             seen.append(sorted(batch[i].answers[0].input_ids for i in run.shard(list(range(len(batch))))))
         elif stage == "ppo":
-            seen.append(sorted(arguments[4]))
+            seen.append(sorted(arguments[5]))
         elif torch.is_grad_enabled():  # else it is an evaluation
             seen.append(sorted(row.input_ids for row in arguments[1]))
         return real(*arguments, **options)

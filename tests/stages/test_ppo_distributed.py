@@ -91,8 +91,8 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             tokenizer = load_tokenizer(given["model"])
             reader = PolicyModel(tiny_policy())
             rewards = load_rewards(settings(**given), tokenizer, reader.model)
-            prompts = [Prompt([{"role": "user", "content": f"p{i}"}], {}) for i in range(7)]
-            encoded, engines = [[30 + i] * (1 + i % 3) for i in range(7)], {reader: policy_engine(run, reader.model)}
+            prompts = [Prompt([{"role": "user", "content": f"p{i}"}], {}) for i in range(9)]
+            encoded, engines = [[30 + i] * (1 + i % 3) for i in range(9)], {reader: policy_engine(run, reader.model)}
             evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, encoded, engines)
             found.answers = [(answer.prompt, answer.response) for answer in evaluator(reader)]
         run.close()
@@ -190,7 +190,7 @@ def test_whitening_and_score_moments_are_those_of_all_episodes(outcome: Outcome)
 
 def test_an_evaluation_counts_each_of_an_odd_number_of_prompts_once_and_in_order(outcome: Outcome) -> None:
     for found in outcome[1]:
-        assert [prompt for prompt, _ in found.answers] == [f"p{i}" for i in range(7)]
+        assert [prompt for prompt, _ in found.answers] == [f"p{i}" for i in range(9)]
     assert outcome[1][0].answers == outcome[1][1].answers
 
 

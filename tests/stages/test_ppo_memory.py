@@ -179,6 +179,14 @@ def test_offload_changes_no_result(given: Given, tmp_path: Path) -> None:
     ({"critic_warmup_iterations": 1, "layout": "shared_trunk"}, "critic_warmup_iterations needs a critic of its own"),
     ({"offload": True, "layout": "adapters"}, "offload is not possible in layout adapters"),
     ({"lora": {"dropout": 0.1}, "layout": "adapters"}, r"lora\.dropout must be 0"),
+    ({"weights": "bf16", "layout": "adapters"}, "weights: bf16 is for layouts separate and shared_trunk"),
+    ({"weights": "bf16", "precision": "fp32"}, "weights: bf16 .* needs precision bf16 or auto"),
+    ({"rollout": {"engine": "vllm"}}, r"ppo\.rollout: engine vllm needs server_url"),
+    ({"rollout": {"server_url": "http://x:1"}}, "server_url has no effect with engine auto; .* set engine: vllm"),
+    ({"rollout": {"engine": "static", "timeout": 9}}, "timeout has no effect with engine static"),
+    ({"rollout": {"importance_cap": None}}, "importance_cap has no effect with engine auto"),
+    ({"rollout": {"weights_folder": "/shared"}}, "weights_folder has no effect with engine auto"),
+    ({"rollout": {"engine": "hf"}}, r"ppo\.rollout\.engine"),
 ])  # fmt: skip
 def test_what_has_no_effect_or_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
@@ -187,7 +195,13 @@ def test_what_has_no_effect_or_no_sense_is_refused(fields: dict[str, Any], messa
 
 def test_how_memory_is_saved_is_not_part_of_the_result(given: Given) -> None:
     plain = settings(**given).result_settings()
-    assert settings(**given, offload=True, gradient_checkpointing=True).result_settings() == plain
+    saving: dict[str, Any] = {"offload": True, "gradient_checkpointing": True, "compile": True}
+    assert settings(**given, **saving).result_settings() == plain
+    assert settings(**given, rollout={"engine": "transformers"}).result_settings() == plain
+    served = {"engine": "vllm", "server_url": "http://x:1"}
+    assert settings(**given, rollout=served).result_settings() != plain
+    moved = served | {"server_url": "http://y:2", "timeout": 9, "weights_folder": "/shared"}
+    assert settings(**given, rollout=moved).result_settings() == settings(**given, rollout=served).result_settings()
     assert settings(**given, layout="shared_trunk").result_settings() != plain
 
 

@@ -124,6 +124,26 @@ def test_an_estimator_that_does_not_do_its_work_is_refused(fields: dict[str, Any
         settings(**fields)
 
 
+VLLM = {"engine": "vllm", "server_url": "http://127.0.0.1:8000"}
+
+
+@pytest.mark.parametrize(("rollout", "weights"), [
+    (VLLM, [1.2, 0.5, 2]),  # 0.6 / 0.5, 0.2 / 0.4, and 0.9 / 0.3, which is too much
+    (VLLM | {"importance_cap": 1.1}, [1.1, 0.5, 1.1]),
+    (VLLM | {"importance_cap": None}, [1, 1, 1]),
+    ({}, [1, 1, 1]),  # what samples here samples from the policy
+])  # fmt: skip
+def test_advantages_of_what_a_server_sampled_are_weighed_and_returns_are_not(
+    rollout: dict[str, Any], weights: list[float]
+) -> None:
+    ours, theirs = (torch.tensor([[*probs, *[1.0] * 5]]).log() for probs in ([0.6, 0.2, 0.9], [0.5, 0.4, 0.3]))
+    sampled = episodes([3], logprobs=ours, sampled_logprobs=theirs, ref_logprobs=ours, scores=torch.tensor([2.0]))
+    chosen = settings(max_new_tokens=8, whiten_advantages=False, gae_lambda=1.0, rollout=rollout)
+    learned = targets(sampled, sampled.scores, 0.0, chosen)
+    assert learned.advantages[0].tolist() == pytest.approx([*(2 * weight for weight in weights), *[0] * 5])
+    assert learned.returns[0, :3].tolist() == [2, 2, 2]
+
+
 def test_the_adaptive_coefficient_is_updated_once_an_iteration_with_its_episodes(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

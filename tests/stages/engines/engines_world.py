@@ -9,8 +9,6 @@ from rlhf.stages.engines import Responses
 
 PROMPTS = [[5, 6, 7], [8] * 11, [9, 10], [3, 4, 5, 6, 7, 8], [5, 6, 7], [5, 6, 7], [40, 41]]
 """Of unlike lengths; one is there three times."""
-STOPS = list(range(10, 22))
-"""Enough of them for responses of many lengths."""
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from engines_world import PROMPTS, STOPS, assert_sampled
+from engines_world import PROMPTS, assert_sampled
 from stages_world import tiny_policy
 from transformers import GenerationConfig, OPTConfig, OPTForCausalLM
 
@@ -18,6 +18,8 @@ from rlhf.stages.engines.stock import TransformersEngine
 Name = Literal["static", "transformers"]
 Shares = Callable[[int], torch.Tensor]
 MANY = 20_000
+STOPS = list(range(10, 60))
+"""Of 260 tokens: enough for responses of several lengths."""
 
 
 @pytest.fixture(params=["static", "transformers"])
@@ -68,7 +70,7 @@ def test_a_leftover_generation_config_changes_nothing(policy: Any, engine: Engin
 def test_responses_have_the_log_probabilities_of_one_forward_pass(
     policy: Any, name: Name, num_rows: int | None
 ) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     responses = make_engine(policy, name, num_rows=num_rows).generate(PROMPTS, 12, 0.7, STOPS, 0)
     assert_sampled(policy, PROMPTS, responses, 0.7, STOPS, 12)
     assert len(set(responses.mask.sum(-1).tolist())) > 2
@@ -108,6 +110,12 @@ def test_without_a_stop_token_the_models_own_eos_ends_nothing(policy: Any, name:
 
 def test_rows_with_the_same_prompt_get_different_samples(engine: Engine) -> None:
     assert len({tuple(row) for row in tokens(engine, [[7, 8]] * 8, 6).tolist()}) > 1
+
+
+def test_no_prompts_have_no_responses(engine: Engine) -> None:
+    """A process whose share of the held-out prompts is at its end is asked like the others."""
+    found = engine.generate([], 6, 1.0, [0], 0)
+    assert [x.shape for x in (found.tokens, found.logprobs, found.mask)] == [(0, 0)] * 3
 
 
 def test_an_engine_samples_from_the_weights_as_they_are(name: Name) -> None:
