@@ -17,12 +17,8 @@ help:  ## this list
 demo: $(INSTALLED)  ## raw text to a PPO-tuned model in a few minutes, then a report
 	$(BIN)/rlhf run demo
 
-# Tests of runs of several processes, which are killed and waited for: they want the machine to themselves.
-ALONE := tests/faults/test_ranks.py tests/pipeline/test_signals.py
-
 test: lint typecheck  ## everything that must pass: lint, typecheck and the tests
-	$(BIN)/pytest -n 2 $(ALONE:%=--ignore=%)
-	$(BIN)/pytest $(ALONE)
+	$(BIN)/pytest -n 2
 
 lint: $(INSTALLED)  ## formatting, lint, and who may import whom
 	$(BIN)/ruff format --check .

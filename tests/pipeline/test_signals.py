@@ -206,24 +206,24 @@ def test_two_processes_stop_together_and_do_not_outlive_one_that_is_killed(
     recipe.write_text(recipe.read_text().replace("num_steps: 6", "num_steps: 4000"))
 
     run = launched(tmp_path, at_least=3)
-    os.kill(ranks()["RANK=1"], INT)
+    os.kill(ranks(tmp_path)["RANK=1"], INT)
     out, _ = run.communicate(timeout=30)
     assert run.returncode == 130, out
     assert "stopped at step" in out
-    assert not ranks()
+    assert not ranks(tmp_path)
     [told] = tmp_path.glob("run/pretrain-*/status.json")
     assert json.loads(told.read_text())["state"] == "stopped"
     step = json.loads(told.read_text())["step"]
 
     run = launched(tmp_path, at_least=step + 3)
-    os.kill(ranks()["RANK=1"], signal.SIGKILL)
+    os.kill(ranks(tmp_path)["RANK=1"], signal.SIGKILL)
     began = monotonic()
     out, _ = run.communicate(timeout=30)
     assert monotonic() - began < 10
     assert run.returncode == 1, out
     assert f"resuming from step {step} of 4000" in out
     assert "error: pretrain: one of its processes ended and left no message; out of memory, or killed?" in out
-    assert not ranks()
+    assert not ranks(tmp_path)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["pretrain"]["status"] == "failed"
 
 
@@ -243,15 +243,16 @@ def launched(home: Path, at_least: int) -> "subprocess.Popen[str]":
     return run
 
 
-def ranks() -> dict[str, int]:
-    """Processes of stages, by rank; the launcher has none."""
+def ranks(home: Path) -> dict[str, int]:
+    """Processes of stages that were started in `home`, by rank; the launcher has none. Other tests have such too."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            values = path.read_bytes().decode(errors="replace").split("\0")
+            values = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            here = (path / "cwd").readlink() == home
         except OSError:
             continue
-        if any(value.startswith(f"{MARK}=") for value in values):
+        if here and any(value.startswith(f"{MARK}=") for value in values):
             rank = next((value for value in values if value.startswith("RANK=")), "")
-            found[rank] = int(path.parent.name)
+            found[rank] = int(path.name)
     return found
