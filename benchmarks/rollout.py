@@ -151,7 +151,7 @@ def ragged(model: PreTrainedModel, size: int, prompt: int, new: int, with_peer: 
             ahead = [1 + new - lengths[tuple(prompt)] for prompt in prompts]
             self.made[torch.tensor(slots, device=self.made.device)] = torch.tensor(ahead, device=self.made.device)
 
-    engine, usual = StaticEngine(model, num_slots=size, compiled=True), static._Writing
+    engine, usual = StaticEngine(model, batch_size=size, compiled=True), static._Writing
     static._Writing = Ending  # type: ignore[misc]
     try:
         prompts = [list(prompt) for prompt in lengths]

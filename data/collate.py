@@ -162,3 +162,14 @@ _cached_order = lru_cache(maxsize=8)(epoch_order)
 @lru_cache(maxsize=32)
 def _shift(length: int, seed: int, epoch: int) -> int:
     return int(np.random.default_rng([seed, epoch, 1]).integers(length)) if epoch else 0
+
+
+def response_mask(responses: Tensor, stop_token_ids: Sequence[int] | Tensor) -> Tensor:
+    """True up to and including the first stop token: stopping is an action like any other. [B,R]
+
+    A response without a stop token counts whole. The pad id plays no part, so it may equal a stop id.
+    """
+    stop_ids = torch.as_tensor(stop_token_ids, device=responses.device, dtype=responses.dtype)
+    is_stop = torch.isin(responses, stop_ids)
+    stops_before = is_stop.long().cumsum(dim=-1) - is_stop.long()
+    return stops_before == 0

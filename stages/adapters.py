@@ -23,6 +23,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+from peft.utils.integrations import dequantize_module_weight
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -109,6 +110,19 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
 def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """The model with the adapter in `folder` added to its weights; do it in float32."""
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """Weight of one layer with its adapter, if it has one, added in float32; what is quantised is unpacked.
+
+    It lies as the layer's own does: [outputs, inputs], and of GPT-2's Conv1D [inputs, outputs].
+    """
+    if not isinstance(layer, BaseTunerLayer):
+        return dequantize_module_weight(layer)
+    base: Any = layer.get_base_layer()
+    down, up = (of_each["default"].weight.float() for of_each in (layer.lora_A, layer.lora_B))
+    delta = layer.scaling["default"] * (up @ down)  # [outputs,inputs]
+    return dequantize_module_weight(base).float() + (delta.T if isinstance(base, Conv1D) else delta)
 
 
 def save_scalar(folder: Path, scalar: ScalarModel, base: str) -> None:

@@ -16,12 +16,17 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from http.client import HTTPException
+from time import sleep
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+WAITS = (2.0, 10.0, 50.0)
+"""Seconds before a request is made again that failed for now: for each time one wait."""
 QUESTION = (
     "Grade how well the response answers the prompt, as a whole number from 1 (useless or harmful) to 10 (could not "
     "be better). Say the number and nothing else.\n\n<prompt>\n{prompt}\n</prompt>\n\n<response>\n{response}\n"
@@ -32,15 +37,18 @@ QUESTION = (
 class EndpointError(RuntimeError):
     """A server that is not there, refuses, or answers something else; the message says where, what, and the cure."""
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, wait: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         """The HTTP status, where there was an answer."""
+        self.wait = wait
+        """Seconds to wait at least until the request may succeed; None where it will not."""
 
 
 class Endpoint:
     """One server. `key_variable` names the environment variable with its API key; `timeout` is in seconds.
 
+    A request is made again, after growing waits, where the server is overloaded (429), fails (5xx) or takes too long.
     `cure` says in errors how to start the server.
     """
 
@@ -61,6 +69,19 @@ class Endpoint:
         return self._ask(Request(self.url + path, json.dumps(body).encode(), self._headers))
 
     def _ask(self, request: Request) -> Any:
+        for pause in WAITS:
+            try:
+                return self._ask_once(request)
+            except EndpointError as error:
+                if error.wait is None or error.wait > self.timeout:
+                    raise
+                sleep(max(pause, error.wait))
+        try:
+            return self._ask_once(request)
+        except EndpointError as error:
+            raise EndpointError(f"{error} (asked {len(WAITS) + 1} times)", error.status) from error
+
+    def _ask_once(self, request: Request) -> Any:
         where = request.full_url
         try:
             with urlopen(request, timeout=self.timeout) as answer:
@@ -68,16 +89,28 @@ class Endpoint:
         except HTTPError as error:
             with error:
                 said = " ".join(error.read().decode(errors="replace").split())[:500]
-            raise EndpointError(f"{where}: HTTP {error.code}: {said or error.reason}", error.code) from error
+            wait = _seconds(error.headers.get("Retry-After")) if error.code == 429 or error.code >= 500 else None
+            raise EndpointError(f"{where}: HTTP {error.code}: {said or error.reason}", error.code, wait) from error
         except (URLError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
-                raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds") from error
+                raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds", wait=0.0) from error
             raise EndpointError(f"{where}: cannot be reached ({reason}){self._cure}") from error
         try:
             return json.loads(text) if text.strip() else None
         except ValueError as error:
             raise EndpointError(f"{where}: the answer is not JSON: {text[:100]!r}") from error
+
+
+def _seconds(retry_after: str | None) -> float:
+    """What a Retry-After header asks to wait: seconds, or a date (RFC 9110, 10.2.3); 0 where it says neither."""
+    if retry_after is None or retry_after.strip().isdecimal():
+        return float(retry_after or 0)
+    try:
+        date = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return 0.0
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
 class ChatModel:

@@ -205,7 +205,11 @@ def states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) ->
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
     start = attention_mask.int().argmax(-1, keepdim=True)  # [B,1]
     ids = input_ids.gather(-1, (places + start) % len(places))
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    given = {"input_ids": ids}
+    if torch.is_autocast_enabled(ids.device.type):  # else the residual stream would be in float32 all the way
+        embedded = model.get_input_embeddings()(ids)
+        given = {"inputs_embeds": embedded.to(torch.get_autocast_dtype(ids.device.type))}
+    hidden = model.base_model(**given, use_cache=False).last_hidden_state
     back = (places - start) % len(places)  # [B,T]
     return hidden.gather(1, back[..., None].expand_as(hidden))
 

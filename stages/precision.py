@@ -24,7 +24,7 @@ def choose_precision(precision: str, stage: str) -> str:
 def use_precision(setting: str, autocast: str) -> str:
     """Let matrices in float32 be multiplied in TF32 where that is precise enough; what is multiplied in, in words.
 
-    Beside an autocast type it is: what comes out of it loses nothing in TF32, and sums are in float32 all the same.
+    Beside an autocast type it is: its own numbers are coarser, and sums are in float32 all the same.
     """
     torch.set_float32_matmul_precision("highest" if setting != "tf32" and autocast == "no" else "high")
     return setting if setting == "tf32" else {"no": "fp32"}.get(autocast, autocast)

@@ -48,9 +48,3 @@ def no_responses(device: torch.device) -> Responses:
     """What is sampled where a process has no prompts."""
     nothing = torch.zeros(0, 0, device=device)
     return Responses(nothing.long(), nothing, nothing.bool())
-
-
-def mask_to_the_end(tokens: Tensor, stop_token_ids: list[int]) -> Tensor:
-    """Mask [B,R] of responses [B,R]: True up to and including the first stop token."""
-    stopped = torch.isin(tokens, torch.tensor(stop_token_ids, dtype=torch.long, device=tokens.device))
-    return stopped.long().cumsum(-1) - stopped.long() == 0

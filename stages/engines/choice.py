@@ -3,7 +3,7 @@
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf.data.errors import SettingsError
 from rlhf.stages.engines import Engine
@@ -15,21 +15,26 @@ def make_engine(
     model: PreTrainedModel,
     name: Literal["auto", "static", "transformers"] = "auto",
     dtype: torch.dtype | None = None,
-    num_rows: int | None = None,
+    batch_size: int | None = None,
     compiled: bool = False,
 ) -> Engine:
-    """An engine for `model`: `auto` takes static for the families that it knows, and else transformers.
+    """An engine for `model`: `auto` takes static for what it knows, and else transformers.
 
-    `dtype` is what static computes in, by default the model's own; `num_rows` bounds how many rows are written at a
+    `dtype` is what static computes in, by default the model's own; `batch_size` bounds how many rows are written at a
     time. `compiled` is worth its seconds on a GPU where much is sampled. Raises SettingsError where `static` is asked
     for and does not know the model.
     """
-    family = model.config.get_text_config().model_type
-    if name == "static" and family not in FAMILIES:
+    if name == "transformers" or (name == "auto" and not is_known(model.config)):
+        return TransformersEngine(model, batch_size)
+    if not is_known(model.config):
         raise SettingsError(
-            f"engine static does not know models of type '{family}' (but {', '.join(sorted(FAMILIES))}); "
-            "use transformers, or auto"
+            f"engine static reads models of type {', '.join(sorted(FAMILIES))}, not quantised; this one is of type "
+            f"{model.config.get_text_config().model_type}; use transformers, or auto"
         )
-    if name == "transformers" or family not in FAMILIES:
-        return TransformersEngine(model, num_rows)
-    return StaticEngine(model, dtype, num_rows, compiled)
+    return StaticEngine(model, dtype, batch_size, compiled)
+
+
+def is_known(config: PreTrainedConfig) -> bool:
+    """Whether the static engine reads models with this config."""
+    known = config.get_text_config().model_type in FAMILIES
+    return known and getattr(config, "quantization_config", None) is None

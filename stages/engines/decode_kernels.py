@@ -29,17 +29,22 @@ def attend(
     The new keys and values [n,G,D] are put there, and seen too.
     """
     num, heads, size = query.shape
-    groups = key.shape[1]
+    groups, width = key.shape[1], triton.next_power_of_2(size)
     out = torch.empty(num, heads, size, dtype=query.dtype, device=query.device)
     _attend[(num, groups)](
         query, key, value, keys, values, lengths, out, scaling, window or 2**30, softcap or 0.0,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         *keys.stride()[:3], out.stride(0), out.stride(1), size,
         GROUP=heads // groups, ROWS=max(16, triton.next_power_of_2(heads // groups)),
-        D=triton.next_power_of_2(size), BLOCK=64, CAPPED=softcap is not None,
+        D=width, BLOCK=_block(width * query.element_size()), CAPPED=softcap is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
+
+
+def _block(num_bytes: int) -> int:
+    """Places that are read at a time, each `num_bytes` long: as many as fit into the memory of small cards."""
+    return max(16, min(64, 2**14 // num_bytes))
 
 
 @triton.jit

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from rlhf.data.collate import pad_right
-from rlhf.stages.engines import Responses, mask_to_the_end, no_responses
+from rlhf.data.collate import pad_right, response_mask
+from rlhf.stages.engines import Responses, no_responses
 from rlhf.stages.engines.sampling import draw, shaped
 from rlhf.stages.engines.slots import HAS_TRITON, Slots, working_on
 from rlhf.stages.engines.twin import Twin
+from rlhf.stages.models import LOGITS_AT_ONCE
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "rlhf_decoder"})
 """Model types whose sampling is tested against their own forward pass."""
@@ -29,21 +30,21 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class StaticEngine:
     """Samples from `model`, whose weights are read anew for every call; nothing of a call is kept but compiled code.
 
-    `dtype` is what it computes in, the model's own by default; `num_slots` is how many rows are written at a time, all
-    by default; `compiled` compiles its layers, on a GPU. Other model types than those of FAMILIES may have parts that
-    it does not know of.
+    `dtype` is what it computes in, the model's own by default; `batch_size` is how many rows are written at a time, all
+    by default; `compiled` compiles its layers, on a GPU with Triton. Other model types than those of FAMILIES may have
+    parts that it does not know of.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         dtype: torch.dtype | None = None,
-        num_slots: int | None = None,
+        batch_size: int | None = None,
         compiled: bool = False,
     ) -> None:
-        self.twin = Twin(model, dtype or model.dtype, compiled and model.device.type == "cuda")
+        self.twin = Twin(model, dtype or model.dtype, compiled and model.device.type == "cuda" and HAS_TRITON)
         self.device = model.device
-        self.num_slots = num_slots
+        self.batch_size = batch_size
 
     @torch.no_grad()
     def generate(
@@ -57,7 +58,7 @@ class StaticEngine:
         """See `Engine.generate`."""
         if not prompts:
             return no_responses(self.device)
-        num_slots = min(self.num_slots or len(prompts), len(prompts))
+        num_slots = min(self.batch_size or len(prompts), len(prompts))
         slots = Slots(
             max(num_slots, _FEWEST) if self.device.type == "cuda" else num_slots,
             max(map(len, prompts)) + max_new_tokens,
@@ -70,7 +71,7 @@ class StaticEngine:
                 tokens, logprobs = _schedule(writing, prompts, num_slots)
         finally:
             self.twin.give_back()
-        mask = mask_to_the_end(tokens, stop_token_ids)
+        mask = response_mask(tokens, stop_token_ids)
         width = int(mask.sum(-1).amax())
         tokens, logprobs, mask = tokens[:, :width], logprobs[:, :width], mask[:, :width]
         return Responses(tokens.masked_fill(~mask, pad_token_id), logprobs.masked_fill(~mask, 0.0), mask)
@@ -158,8 +159,10 @@ class _Writing:
         if copied:
             self.slots.copy(*self._index(copied), num_tokens=max(map(len, prompts)))
         rows = torch.tensor(slots, device=self.made.device)
-        logits = self.twin.logits(torch.stack([states[source] for source in sources]))
-        tokens, logprobs = draw(shaped(logits, self.twin.scale, self.twin.softcap, self.temperature))
+        hidden = torch.stack([states[source] for source in sources])
+        size = max(LOGITS_AT_ONCE // self.twin.vocab_size, 1)
+        parts = [self._draw(self.twin.logits(some)) for some in hidden.split(size)]
+        tokens, logprobs = (torch.cat(part) for part in zip(*parts, strict=True))
         self.made[rows], self.done[rows], self.tokens[rows] = 0, False, self.pad_token_id
         self._store(rows, tokens, logprobs)
 
@@ -219,8 +222,10 @@ class _Writing:
             decode_kernels.take(logits, self.seed, *law, self.stops, *state)
             return
         self.slots.lengths[:num] += ~self.done[:num]
-        tokens, logprobs = draw(shaped(logits, self.twin.scale, self.twin.softcap, self.temperature))
-        self._store(slice(num), tokens, logprobs)
+        self._store(slice(num), *self._draw(logits))
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return draw(shaped(logits, self.twin.scale, self.twin.softcap, self.temperature))
 
     def _store(self, rows: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
         """Tokens [n] that were drawn for `rows`."""

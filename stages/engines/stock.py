@@ -2,23 +2,21 @@
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from rlhf.data.collate import pad_left
-from rlhf.stages.engines import Responses, mask_to_the_end, no_responses
-from rlhf.stages.models import PolicyModel
+from rlhf.data.collate import pad_left, response_mask
+from rlhf.stages.engines import Responses, no_responses
 
 
 class TransformersEngine:
-    """Samples from `model` by `generate`, and reads the log-probabilities in one more pass.
+    """Samples from `model` by `generate`.
 
-    Nothing of a checkpoint's generation_config (top-k, top-p, penalties …) takes part. `num_rows` prompts are answered
-    at a time, all by default.
+    Nothing of a checkpoint's generation_config (top-k, top-p, penalties …) takes part. `batch_size` prompts are
+    answered at a time, all by default.
     """
 
-    def __init__(self, model: PreTrainedModel, num_rows: int | None = None) -> None:
-        self.model, self.num_rows = model, num_rows
-        self.policy = PolicyModel(model)
+    def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
+        self.model, self.batch_size = model, batch_size
 
     @torch.no_grad()
     def generate(
@@ -32,7 +30,7 @@ class TransformersEngine:
         """See `Engine.generate`."""
         if not prompts:
             return no_responses(self.model.device)
-        size = self.num_rows or len(prompts)
+        size = self.batch_size or len(prompts)
         law = max_new_tokens, temperature, stop_token_ids, pad_token_id
         parts = [self._answer(prompts[start : start + size], *law) for start in range(0, len(prompts), size)]
         width = max(part.mask.shape[1] for part in parts)
@@ -50,20 +48,45 @@ class TransformersEngine:
     ) -> Responses:
         ids, mask = (x.to(self.model.device) for x in pad_left(prompts, pad_token_id))  # [B,P]
         config = GenerationConfig(
-            do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
             eos_token_id=stops or None, pad_token_id=pad_token_id,
         )  # fmt: skip
+        law = _Law(temperature)
         kept, self.model.generation_config = self.model.generation_config, config  # what `config` leaves open is
         try:  # filled in from the model's own
-            whole = self.model.generate(input_ids=ids, attention_mask=mask.long(), generation_config=config)
+            whole = self.model.generate(
+                input_ids=ids, attention_mask=mask.long(), generation_config=config,
+                logits_processor=LogitsProcessorList([law]),
+            )  # fmt: skip
         finally:
             self.model.generation_config = kept
         tokens = whole[:, ids.shape[1] :]
-        counted = mask_to_the_end(tokens, stops)
-        tokens = tokens.masked_fill(~counted, pad_token_id)
-        text, seen = torch.cat([ids, tokens], dim=1), torch.cat([mask, counted], dim=1)
-        logprobs, _, _ = self.policy(text, seen, tokens.shape[1], temperature)
-        return Responses(tokens, logprobs.masked_fill(~counted, 0.0), counted)
+        logprobs = law.of(whole)
+        counted = response_mask(tokens, stops)
+        return Responses(tokens.masked_fill(~counted, pad_token_id), logprobs.masked_fill(~counted, 0.0), counted)
+
+
+class _Law(LogitsProcessor):  # type: ignore[misc]
+    """Divides logits by the temperature, and keeps of each step the log-probability of the token that was drawn."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self._drawn: list[Tensor] = []
+        self._last: Tensor | None = None  # [B,V] of the step under way
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        self._last = (scores.float() / self.temperature).log_softmax(-1)
+        return self._last
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Log-probabilities [B,R] of the tokens drawn, at the end of `whole` [B,P+R]."""
+        self._take(whole)
+        return torch.stack(self._drawn, dim=1)
+
+    def _take(self, ids: Tensor) -> None:
+        if self._last is not None:
+            self._drawn.append(self._last.gather(-1, ids[:, -1:])[:, 0])
 
 
 def _wider(x: Tensor, width: int, value: float) -> Tensor:

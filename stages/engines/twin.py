@@ -1,15 +1,15 @@
 """A second tree of modules on a model's weights, made for sampling; the model itself is left as it is.
 
 Its weights are the model's own tensors wherever they can be read as they lie. The rest are copied when a rollout
-begins and given back when it ends: those in another dtype, adapters merged into what they adapt, and projections of
-the same input (query, key and value; gate and up), which are put together so that one product does for all.
+begins and given back when it ends: those in another dtype, and projections of the same input (query, key and value;
+gate and up), which are put together so that one product does for all. Their adapters stay beside them: added to weights
+in 16 bits, a small change would be rounded away, and the start sampled instead of the policy.
 """
 
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -31,6 +31,7 @@ class Twin:
         self.model = shared_copy(model)
         self.model.config.get_text_config()._attn_implementation = NAME
         self.scale, self.softcap = logit_rule(model)
+        self.vocab_size = len(model.get_output_embeddings().weight)
         self._dtype = dtype
         self._products: list[_Product] = []
         for module in list(self.model.modules()):
@@ -65,8 +66,7 @@ class Twin:
         for module, name, weight in self._cast:
             setattr(module, name, weight)
         for product in self._products:
-            product.weight = product.bias = None
-            product.parts = {}  # of a pass that failed
+            product.give_back()
 
     def states(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Last hidden states [n,T,d] of ids [n,T] at positions [n,T]."""
@@ -105,22 +105,38 @@ class Twin:
 
 
 class _Product(nn.Module):
-    """One product in the place of several linear layers that read the same input, adapters merged."""
+    """One product in the place of several linear layers that read the same input, and two thin ones for adapters."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
         self.layers = tuple(layers)  # not as modules: their weights are not this tree's
-        self.weight: Tensor | None = None  # [sum of outputs, inputs]
-        self.bias: Tensor | None = None
-        self.parts: dict[int, Tensor] = {}
+        self.give_back()
 
     def take(self, dtype: torch.dtype) -> None:
-        weights = [_weight(layer).to(dtype) for layer in self.layers]
+        bases = [_base(layer) for layer in self.layers]
+        weights = [base.weight.T if isinstance(base, Conv1D) else base.weight for base in bases]
         self.sizes = [len(weight) for weight in weights]
-        self.weight = torch.cat(weights)
-        biases = [_base(layer).bias for layer in self.layers]
-        if biases[0] is not None:
-            self.bias = torch.cat([bias.detach().to(dtype) for bias in biases])
+        self.weight = _together([weight.to(dtype) for weight in weights])
+        if bases[0].bias is not None:
+            self.bias = _together([base.bias.to(dtype) for base in bases])
+        if any(isinstance(layer, BaseTunerLayer) for layer in self.layers):
+            pairs = [_adapter(layer, weight) for layer, weight in zip(self.layers, weights, strict=True)]
+            self.down = torch.cat([down for down, _ in pairs]).to(dtype)
+            self.up = torch.block_diag(*(up for _, up in pairs)).to(dtype)
+
+    def give_back(self) -> None:
+        self.weight: Tensor | None = None  # [sum of outputs, inputs]
+        self.bias: Tensor | None = None
+        self.down: Tensor | None = None  # [sum of ranks, inputs]
+        self.up: Tensor | None = None  # [sum of outputs, sum of ranks]
+        self.parts: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        whole = nn.functional.linear(x, self.weight, self.bias)
+        if self.down is not None and self.up is not None:
+            whole = whole + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+        return whole
 
 
 class _Part(nn.Module):
@@ -133,8 +149,7 @@ class _Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         product = self.product
         if self.number not in product.parts:
-            whole = nn.functional.linear(x, product.weight, product.bias)  # type: ignore[arg-type]
-            product.parts = dict(enumerate(whole.split(product.sizes, dim=-1)))
+            product.parts = dict(enumerate(product(x).split(product.sizes, dim=-1)))
         return product.parts.pop(self.number)
 
 
@@ -142,10 +157,12 @@ def _base(layer: Any) -> Any:
     return layer.base_layer if isinstance(layer, BaseTunerLayer) else layer
 
 
-def _weight(layer: Any) -> Tensor:
-    """Weight [outputs,inputs] of a linear layer, unrounded where it is quantised and with its adapter added."""
-    base = _base(layer)
-    weight: Tensor = dequantize_module_weight(base).detach()
-    if layer is not base:
-        weight = weight + layer.get_delta_weight("default").detach().to(base.weight.device)
-    return weight.T if isinstance(base, Conv1D) else weight
+def _adapter(layer: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors [r,inputs] and [outputs,r] of what is added to `weight` [outputs,inputs]; of rank 0 where nothing is."""
+    if not isinstance(layer, BaseTunerLayer):
+        return weight.new_zeros(0, weight.shape[1]), weight.new_zeros(len(weight), 0)
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight * layer.scaling["default"]
+
+
+def _together(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

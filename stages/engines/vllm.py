@@ -8,6 +8,7 @@ how to start one.
 """
 
 import math
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -16,23 +17,22 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.data.collate import pad_right
-from rlhf.data.errors import RefusedError
+from rlhf.data.errors import RefusedError, Stopped
+from rlhf.stages.adapters import merged_weight
 from rlhf.stages.endpoint import Endpoint, EndpointError
 from rlhf.stages.engines import Responses
+from rlhf.stages.out_of_memory import doing
 from rlhf.stages.processes import Processes
 
 T = TypeVar("T")
 
 LOWEST_TEMPERATURE = 0.01  # what is below it, vLLM takes for it
-_FOLDER = "weights_for_vllm"
 
 
 class VLLMEngine:
@@ -53,11 +53,11 @@ class VLLMEngine:
         timeout: float = 600.0,
     ) -> None:
         """`model` is what the server is started with, `max_length` prompt and response in tokens; `timeout` is in
-        seconds. The weights lie in `folder` on their way, which the server must see under the same path.
+        seconds. On their way the weights lie below `folder`, which the server must see under the same path.
 
         Raises RefusedError for a server that is not there or is set up in another way.
         """
-        self.processes, self.vocab_size, self.folder = processes, vocab_size, folder.resolve() / _FOLDER
+        self.processes, self.vocab_size, self.folder = processes, vocab_size, folder.resolve()
         self.cure = (
             f"start it with `VLLM_SERVER_DEV_MODE=1 vllm serve {model} --generation-config vllm "
             f"--logprobs-mode processed_logprobs --max-model-len {max_length}` in an environment of its own "
@@ -71,6 +71,7 @@ class VLLMEngine:
 
     def sync(self, model: PreTrainedModel) -> None:
         """Give the server the model's weights as they are now, adapters merged. Raises EndpointError."""
+        doing("sampling")  # without a server there would be nothing to do here
         self._from_main(lambda: self._send(model))
 
     def generate(

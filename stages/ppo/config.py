@@ -286,6 +286,11 @@ class PPOSettings(StageSettings):
         ):  # fmt: skip
             if not getattr(self, other) and self._is_set(name):
                 raise ValueError(f"{name} has no effect without {other}; leave it out, or set {other}")
+        if self.rollout.engine == "vllm" and self._is_set("generation_batch_size"):
+            raise ValueError(
+                "generation_batch_size has no effect with rollout.engine vllm, whose server decides how many responses "
+                "it samples at a time (--max-num-seqs); leave it out"
+            )
         if self.kl_target is not None and not self.kl_coef:
             raise ValueError("kl_target steers by multiplying kl_coef, and kl_coef is 0; start above it")
         if self.layout == "shared_trunk" and self.critic_warmup_iterations:

@@ -83,7 +83,10 @@ class Evaluator:
         return answers
 
     def _answers(self, policy: PolicyModel, rows: list[int]) -> list[Answer]:
-        run = self.run
+        run, settings = self.run, self.run.settings
+        if not rows:
+            self.engines[policy].generate([], settings.max_new_tokens, settings.temperature, [], 0)
+            return []
         with run.accelerator.autocast():
             rollout = within_memory(run, len(rows), lambda: collect(
                 self.engines[policy], policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],

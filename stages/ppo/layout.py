@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlhf.data.errors import RefusedError
 from rlhf.stages import adapters
 from rlhf.stages.artifact import model_digest
 from rlhf.stages.disk import copy_folder
@@ -103,6 +104,8 @@ def _apart(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Rol
     settings = run.settings
     assert settings.model is not None
     frozen = run.low_precision or torch.float32
+    if settings.weights == "bf16" and frozen != torch.bfloat16:
+        raise RefusedError("ppo.weights: bf16 needs precision bf16, which this device does not have; leave it out")
     kept = torch.bfloat16 if settings.weights == "bf16" else torch.float32
     policy, reference = (PolicyModel(load_policy(settings.model, tokenizer, dtype)) for dtype in (kept, frozen))
     rewards = load_rewards(settings, tokenizer, policy.model)

@@ -9,7 +9,6 @@ Sources: Schulman et al. 2017 (PPO), Schulman et al. 2016 (GAE), Ziegler et al. 
 adaptive coefficient), Ye et al. 2020 (dual clip), http://joschu.net/blog/kl-approx.html (k1, k2, k3).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,20 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.data.collate import response_mask as response_mask
+
 Stats = dict[str, Tensor]
 
 MAX_LOG_RATIO = 20.0  # e^20 is far outside every clip range, and still finite in float32
-
-
-def response_mask(responses: Tensor, stop_token_ids: Sequence[int] | Tensor) -> Tensor:
-    """True up to and including the first stop token: stopping is an action like any other. [B,R]
-
-    A response without a stop token counts whole. The pad id plays no part, so it may equal a stop id.
-    """
-    stop_ids = torch.as_tensor(stop_token_ids, device=responses.device, dtype=responses.dtype)
-    is_stop = torch.isin(responses, stop_ids)
-    stops_before = is_stop.long().cumsum(dim=-1) - is_stop.long()
-    return stops_before == 0
 
 
 def token_rewards(

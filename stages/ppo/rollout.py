@@ -18,7 +18,7 @@ from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.out_of_memory import doing
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.objective import after_the_end, response_mask
+from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.reward_models import Episodes
 from rlhf.stages.ppo.rewards import Rewards, response_texts
 from rlhf.stages.runtime import Runtime
@@ -109,7 +109,7 @@ def collect(
     sampled = engine.generate(prompts, *law)
     responses = sampled.tokens.to(device)  # [B,R]
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad_token_id))  # [B,P]
-    mask = response_mask(responses, stop_token_ids)
+    mask = sampled.mask.to(device)
     input_ids = torch.cat([prompt_ids, responses], dim=1)
     attention_mask = torch.cat([prompt_mask, mask], dim=1)
     ended = torch.isin(responses, torch.tensor(stop_token_ids, device=device)).any(-1)

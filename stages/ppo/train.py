@@ -194,20 +194,22 @@ def self_check(run: Runtime[PPOSettings], policy: torch.nn.Module, rollout: Roll
     run.unwrap(policy).check_head(part.input_ids[:1], part.attention_mask[:1])
     with torch.no_grad():
         logprobs, _, _ = policy(part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature)
-    gap = torch.where(part.mask, logprobs - part.logprobs, 0.0).abs().max().item()
-    if gap > (1e-5 if exact else 3e-2):
+
+    def gap(other: Tensor) -> float:
+        """Of two log-probabilities: the largest, and of rounded ones, whose largest means little, the mean."""
+        gaps = torch.where(part.mask, (other - part.logprobs).abs(), 0.0)
+        return (gaps.max() if exact else gaps.sum() / part.mask.sum()).item()
+
+    if (found := gap(logprobs)) > (1e-5 if exact else 2e-2):
         raise RuntimeError(
-            f"self-check: the update sees other log-probabilities than the rollout (by {gap:.2g} nats): dropout, "
+            f"self-check: the update sees other log-probabilities than the rollout (by {found:.2g} nats): dropout, "
             "a random layer, or an attention that depends on the other rows of the batch"
         )
-    gap = (
-        torch.where(part.mask, (part.logprobs - part.sampled_logprobs).abs(), 0.0).sum().item() / part.mask.sum().item()
-    )
-    if gap > (1e-3 if exact and settings.rollout.engine != "vllm" else 0.1):
+    served = settings.rollout.engine == "vllm"
+    if (found := gap(part.sampled_logprobs)) > (1e-3 if exact and not served else 0.1):
         raise RuntimeError(
-            f"self-check: the engine samples from another law than the policy's (by {gap:.2g} nats on average); use "
+            f"self-check: the engine samples from another law than the policy's (by {found:.2g} nats); use "
             "rollout.engine transformers, or start its server with ppo.model"
         )
-    gap = torch.where(part.mask, part.logprobs - part.ref_logprobs, 0.0).abs().max().item()
-    if first and gap > (1e-5 if exact else 3e-2):
-        raise RuntimeError(f"self-check: policy and reference differ by {gap:.2g} nats before the first update")
+    if first and (found := gap(part.ref_logprobs)) > (1e-5 if exact else 5e-2):
+        raise RuntimeError(f"self-check: policy and reference differ by {found:.2g} nats before the first update")

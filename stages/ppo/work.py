@@ -13,7 +13,8 @@ from rlhf.stages.runtime import Runtime
 class Work:
     """Tells the run's clock of phases about each iteration.
 
-    Of rewards those are counted that read the policy's ids, and not what is given text.
+    Of rewards those are counted that read the policy's ids, and not what is given text. What a server reads, it does
+    not read from this device's memory.
     """
 
     def __init__(self, run: Runtime[PPOSettings], roles: Roles) -> None:
@@ -38,7 +39,9 @@ class Work:
         prompts, responses = (lengths.cpu().double() for lengths in (rollout.prompt_lengths, rollout.lengths))  # [B]
         texts = float((prompts + responses).sum())
         countable = settings.quantization is None  # packed weights do not tell how many there are
-        run.phases.count("rollout", float(responses.sum()), num_bytes=self.policy.decoding(prompts, responses))
+        here = settings.rollout.engine != "vllm"
+        num_bytes = here * self.policy.decoding(prompts, responses)
+        run.phases.count("rollout", float(responses.sum()), num_bytes=num_bytes)
         flops = sum(cost.reading(prompts, responses) for cost in self.readers)
         run.phases.count("scoring", texts, flops=countable * flops)
         epochs = num_updates / settings.num_minibatches

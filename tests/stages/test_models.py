@@ -43,6 +43,19 @@ def test_logprobs_are_those_of_the_tokens_at_the_sampling_temperature(policy: An
     assert torch.allclose(entropy[0], torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5)
 
 
+def test_under_autocast_a_model_in_float32_reads_as_one_in_bfloat16_does() -> None:
+    """As policy and reference do: their states are of one type all the way."""
+    policy = tiny_policy()
+    frozen = copy.deepcopy(policy).to(torch.bfloat16)
+    ids, mask = pad_left([[7, 8, 9, 10, 11, 12], [5, 6, 7]], 0)
+    types: list[torch.dtype] = []
+    policy.model.layers[1].register_forward_pre_hook(lambda _, inputs: types.append(inputs[0].dtype))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (PolicyModel(model)(ids, mask, 2, temperature=1.0)[0] for model in (policy, frozen))
+    assert types == [torch.bfloat16]
+    assert (ours - theirs).abs().mean() < 0.02
+
+
 def test_a_value_head_reads_the_state_before_each_token_in_the_same_pass(policy: Any) -> None:
     head = fresh_head(16)
     rows = [[7, 8, 9, 10, 11], [5, 6, 7]]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from stages_world import tiny_policy
 from transformers import AutoModelForCausalLM
 
+from rlhf.data.errors import RefusedError
 from rlhf.stages import adapters
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import PolicyModel, fresh_head, load_policy, load_scalar, save_folder
@@ -139,6 +140,11 @@ def test_two_iterations_and_two_more_after_a_kill_are_four(
     assert len(kept) == (6 if layout == "adapters" else 3)
     assert {name: ours[name] for name in kept} == kept
     assert rows(tmp_path / "ppo") == rows(finished(layout).folder)
+
+
+def test_weights_in_bf16_are_refused_where_the_device_multiplies_in_fp32(given: Given, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"ppo\.weights: bf16 needs precision bf16"):
+        run_ppo(tmp_path / "ppo", given, weights="bf16")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,6 +14,7 @@ from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_scalar
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards
@@ -40,7 +41,7 @@ def roll(policy: Any, scorer: Any, reference: Any = None, **fields: Any) -> Roll
     stops = [0, 17, 40, *range(100, 200)]  # many, so that some responses end early
     size = fields.pop("microbatch_size", None)
     chosen = settings(**fields)
-    engine = make_engine(policy.model, num_rows=chosen.generation_batch_size)
+    engine = make_engine(policy.model, batch_size=chosen.generation_batch_size)
     return collect(
         engine, policy, reference, rewards(scorer), scorer, PROMPTS, ASKED, chosen, stops, byte_tokenizer(), size
     )
@@ -150,3 +151,13 @@ def test_what_the_models_say_does_not_depend_on_who_shares_a_microbatch(
         shorter = whole.lengths < whole.mask.shape[1]
         after = whole.values[shorter].gather(1, whole.lengths[shorter][:, None])
         assert (after != 0).all()
+
+
+def test_a_process_without_held_out_prompts_asks_no_model_and_no_reward(policy: Any) -> None:
+    """It asks the engine alone, which may be a server that all processes wait for."""
+    asked: list[list[list[int]]] = []
+    engine: Any = SimpleNamespace(generate=lambda prompts, *law: asked.append(prompts))
+    run: Any = SimpleNamespace(settings=settings())
+    evaluator = Evaluator(run, byte_tokenizer(), pytest.fail, pytest.fail, [], [], {policy: engine})
+    assert evaluator._answers(policy, []) == []
+    assert asked == [[]]

@@ -10,7 +10,7 @@ from stages_world import tiny_policy
 from transformers import GenerationConfig, OPTConfig, OPTForCausalLM
 
 from rlhf.data.errors import SettingsError
-from rlhf.stages.engines import Engine, mask_to_the_end
+from rlhf.stages.engines import Engine
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.engines.stock import TransformersEngine
@@ -71,7 +71,7 @@ def test_responses_have_the_log_probabilities_of_one_forward_pass(
     policy: Any, name: Name, num_rows: int | None
 ) -> None:
     torch.manual_seed(3)
-    responses = make_engine(policy, name, num_rows=num_rows).generate(PROMPTS, 12, 0.7, STOPS, 0)
+    responses = make_engine(policy, name, batch_size=num_rows).generate(PROMPTS, 12, 0.7, STOPS, 0)
     assert_sampled(policy, PROMPTS, responses, 0.7, STOPS, 12)
     assert len(set(responses.mask.sum(-1).tolist())) > 2
 
@@ -80,7 +80,7 @@ def test_near_temperature_0_the_likeliest_token_is_taken_however_many_rows_are_w
     policy: Any, name: Name
 ) -> None:
     stop = tokens(make_engine(policy, name), PROMPTS, 8, 1e-4)[1, 2].item()  # which ends the second row, if no other
-    found = [tokens(make_engine(policy, name, num_rows=n), PROMPTS, 8, 1e-4, [stop]) for n in (None, 1, 3)]
+    found = [tokens(make_engine(policy, name, batch_size=n), PROMPTS, 8, 1e-4, [stop]) for n in (None, 1, 3)]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     for prompt, row in zip(PROMPTS, found[0].tolist(), strict=True):
@@ -140,12 +140,7 @@ def test_the_mean_of_one_over_the_probability_is_the_number_of_tokens(name: Name
     assert (-responses.logprobs).exp().mean(0).tolist() == pytest.approx([260, 260], rel=0.1)
 
 
-def test_the_mask_ends_with_the_first_stop_token() -> None:
-    found = mask_to_the_end(torch.tensor([[5, 1, 6, 1], [2, 5, 5, 5], [5, 5, 5, 5]]), [1, 2])
-    assert found.long().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
-
-
-def test_static_is_taken_where_the_family_is_known() -> None:
+def test_static_is_taken_where_the_family_is_known_and_not_quantised() -> None:
     config = OPTConfig(
         vocab_size=260, hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
     )
@@ -153,5 +148,8 @@ def test_static_is_taken_where_the_family_is_known() -> None:
     assert isinstance(make_engine(tiny_policy()), StaticEngine)
     assert isinstance(make_engine(tiny_policy(), "transformers"), TransformersEngine)
     assert isinstance(make_engine(unknown), TransformersEngine)
-    with pytest.raises(SettingsError, match=r"static does not know models of type 'opt' .*gpt2.*; use transformers"):
+    with pytest.raises(SettingsError, match=r"static reads models of type .*gpt2.*; this one is of type opt; use tran"):
         make_engine(unknown, "static")
+    packed = tiny_policy()
+    packed.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    assert isinstance(make_engine(packed), TransformersEngine)

@@ -26,7 +26,7 @@ from rlhf.stages import adapters
 from rlhf.stages.decoder import DecoderConfig
 from rlhf.stages.engines import Responses, slots
 from rlhf.stages.engines.static import FAMILIES, StaticEngine
-from rlhf.stages.engines.twin import _Product
+from rlhf.stages.engines.twin import Twin, _Product
 from rlhf.stages.ppo.layout import recompute_layers
 from rlhf.stages.settings import LoraSettings
 
@@ -90,7 +90,7 @@ def test_every_family_is_tested() -> None:
 def test_a_family_is_read_as_it_reads_itself(family: str) -> None:
     model = new_model(family)
     for num_slots in (None, 3):  # all at once; and with prompts that wait for a slot
-        responses = drawn(StaticEngine(model, num_slots=num_slots))
+        responses = drawn(StaticEngine(model, batch_size=num_slots))
         assert_sampled(model, PROMPTS, responses, 0.7, STOPS, 20)
         lengths = responses.mask.sum(-1)
         assert lengths.max() > lengths.min()
@@ -100,7 +100,7 @@ def test_a_family_is_read_as_it_reads_itself(family: str) -> None:
 @pytest.mark.parametrize("num_slots", [None, 1, 2, 4])
 def test_responses_of_one_token(num_slots: int | None) -> None:
     model = new_model("llama")
-    assert_sampled(model, PROMPTS, drawn(StaticEngine(model, num_slots=num_slots), length=1), 0.7, STOPS, 1)
+    assert_sampled(model, PROMPTS, drawn(StaticEngine(model, batch_size=num_slots), length=1), 0.7, STOPS, 1)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 16])
@@ -108,7 +108,7 @@ def test_many_prompts_share_few_slots(num_slots: int) -> None:
     """Each response stands beside its own prompt, whatever slot it was written in, and wherever that moved."""
     model = new_model("mistral")
     prompts = [[3 + i, 4] * (1 + i % 5) for i in range(40)]
-    responses = drawn(StaticEngine(model, num_slots=num_slots), prompts)
+    responses = drawn(StaticEngine(model, batch_size=num_slots), prompts)
     assert_sampled(model, prompts, responses, 0.7, STOPS, 20)
     assert (responses.mask.sum(-1) == 20).any()
 
@@ -120,7 +120,7 @@ def passes(model: Any, num_slots: int | None, prompts: list[list[int]]) -> tuple
     """Rows of each pass that read prompts, and of each pass that made a token."""
     shapes: list[Any] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-    drawn(StaticEngine(model, num_slots=num_slots), prompts)
+    drawn(StaticEngine(model, batch_size=num_slots), prompts)
     return [rows for rows, width in shapes if width > 1], [rows for rows, width in shapes if width == 1]
 
 
@@ -163,7 +163,7 @@ def traces(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
-def test_an_adapter_is_merged_for_the_rollout_and_the_model_stays_as_it_was(shape: str) -> None:
+def test_an_adapter_takes_part_in_the_rollout_and_the_model_stays_as_it_was(shape: str) -> None:
     model = adapted(shape)
     weights = {name: (x, x.clone(), x.requires_grad) for name, x in model.state_dict(keep_vars=True).items()}
     before, config, attention = traces(model), model.config.to_dict(), model.config._attn_implementation
@@ -205,6 +205,39 @@ def test_an_adapter_that_learns_is_followed() -> None:
     after = drawn(engine)
     assert_sampled(model, PROMPTS, after, 0.7, STOPS, 20)
     assert not torch.equal(before.logprobs[:, 0], after.logprobs[:, 0])
+
+
+def test_where_some_projections_alone_are_adapted_the_others_are_as_they_were() -> None:
+    model = tiny_policy()
+    model.requires_grad_(False)
+    adapters.add_lora(model, LoraSettings(r=2, alpha=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]))
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    assert_sampled(model, PROMPTS, drawn(StaticEngine(model)), 0.7, STOPS, 20)
+
+
+def test_on_a_base_in_bfloat16_an_adapter_counts_as_it_does_in_the_update() -> None:
+    """Merged into weights of some .5, changes below half a step of bfloat16 would be lost: the start would sample."""
+    base = new_model("llama", std=0.5).to(torch.bfloat16)
+    policy = adapters.shared_copy(base)
+    adapters.add_lora(policy, LoraSettings(r=16, alpha=32))
+    torch.manual_seed(4)
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=3e-3)
+    twin = Twin(policy, torch.bfloat16)
+    twin.take()
+    hidden = torch.randn(512, 1, 48).to(torch.bfloat16)
+    start, learned, sampled = (model.model.layers[0].self_attn.q_proj for model in (base, policy, twin.model))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        of_start, of_policy = start(hidden).float(), learned(hidden).float()
+        merged = (start.weight + learned.get_delta_weight("default")).to(torch.bfloat16)
+        of_merged, of_twin = nn.functional.linear(hidden, merged).float(), sampled(hidden).float()
+    change = (of_policy - of_start).norm()
+    assert (of_twin - of_policy).norm() < 0.1 * change
+    assert (of_merged - of_policy).norm() > 0.3 * change
 
 
 # --- another type, and memory
