@@ -104,10 +104,10 @@ class VLLMEngine:
     def _from_main(self, make: Callable[[], T]) -> T:
         """What `make` returns in the main process, in every process; so do its errors, lest the others wait."""
 
-        def attempt() -> tuple[Any, Exception | None]:
+        def attempt() -> tuple[Any, BaseException | None]:
             try:
                 return make(), None
-            except (EndpointError, OSError) as error:
+            except (Exception, Stopped) as error:
                 return None, error
 
         found, error = self.processes.from_main(attempt)
@@ -142,26 +142,26 @@ class VLLMEngine:
         return name, getattr(torch, str(config.get("dtype")).removeprefix("torch."), torch.float32)
 
     def _send(self, model: PreTrainedModel) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        folder = self.folder / f"weights-{secrets.token_hex(4)}"  # another run may have the same folder
+        folder.mkdir(parents=True)
         try:
             # Rounded here as the server would round them: half the bytes in half precision.
             weights = {name: x.to("cpu", self.dtype).contiguous() for name, x in checkpoint_weights(model)}
-            save_file(revert_weight_conversion(model, weights), self.folder / "model.safetensors")
+            save_file(revert_weight_conversion(model, weights), folder / "model.safetensors")
             del weights
-            where = {"weights_path": str(self.folder)}
+            where = {"weights_path": str(folder)}
             self.server.post("/collective_rpc", {"method": "reload_weights", "kwargs": where})
             answer = self.server.post("/reset_prefix_cache", {})  # it holds keys and values of the old weights
         except EndpointError as error:
             if error.status is None:
                 raise
             raise EndpointError(
-                f"the server did not take the weights in {self.folder} ({error}); it must see this folder, and have "
+                f"the server did not take the weights in {folder} ({error}); it must see this folder, and have "
                 f"been started with the policy's own start: {self.cure}",
                 error.status,
             ) from error
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         if answer is not None and not answer.get("success"):
             raise EndpointError(
                 f"{self.server.url}: the server kept what it had cached with the old weights: others are using it; "
@@ -183,6 +183,8 @@ class VLLMEngine:
         choices = self.server.post("/v1/completions", asked | law).get("choices", [])
         if len(choices) != len(prompts):
             raise EndpointError(f"{self.server.url}: {len(choices)} responses to {len(prompts)} prompts")
+        if sorted(choice.get("index", -1) for choice in choices) != list(range(len(prompts))):
+            raise EndpointError(f"{self.server.url}: it does not say which prompt each response is to; {self.cure}")
         choices.sort(key=lambda choice: choice["index"])
         for prompt, choice in zip(prompts, choices, strict=True):
             if fault := self._fault(prompt, choice, max_new_tokens, stop_token_ids):
@@ -224,10 +226,5 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         layer = model.get_submodule(owner.removesuffix(".base_layer"))
         if name not in saved or ".lora_" in name:
             continue
-        if leaf != "weight":
-            yield name.replace(".base_layer.", "."), tensor.detach()
-        elif isinstance(layer, BaseTunerLayer):
-            weight = dequantize_module_weight(layer.base_layer) + layer.get_delta_weight("default")
-            yield name.replace(".base_layer.", "."), weight.detach()
-        else:
-            yield name, dequantize_module_weight(layer).detach()
+        value = merged_weight(layer) if leaf == "weight" else tensor
+        yield name.replace(".base_layer.", "."), value.detach()
