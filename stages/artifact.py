@@ -35,7 +35,7 @@ RESULTS = (
 """What the result of a stage consists of: files, and folders with all that is in them. The manifest names these alone:
 what else lies in a stage's folder is somebody's, and neither sealed nor touched."""
 _OURS_WHOLE = ("checkpoints", "model", "critic", "ema")
-BESIDE = ("manifest.json", "status.json", "error.log", "checkpoints", "profile", TRACKER_FOLDER)
+BESIDE = ("manifest.json", "status.json", "error.log", "sampled.jsonl", "checkpoints", "profile", TRACKER_FOLDER)
 """What else a stage writes into its folder."""
 _OF_A_TOKENIZER = (
     "tokenizer", "vocab", "merges", "spiece", "special_tokens_map", "added_tokens", "chat_template",

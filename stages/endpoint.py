@@ -26,7 +26,8 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 WAITS = (2.0, 10.0, 50.0)
-"""Seconds before a request is made again that failed for now: for each time one wait."""
+"""Seconds before a request is made again that the server could not take just now: for each time one wait."""
+_NOT_NOW = (429, 502, 503, 504)  # too many requests, and what a server or the proxy before it says while overloaded
 QUESTION = (
     "Grade how well the response answers the prompt, as a whole number from 1 (useless or harmful) to 10 (could not "
     "be better). Say the number and nothing else.\n\n<prompt>\n{prompt}\n</prompt>\n\n<response>\n{response}\n"
@@ -42,13 +43,13 @@ class EndpointError(RuntimeError):
         self.status = status
         """The HTTP status, where there was an answer."""
         self.wait = wait
-        """Seconds to wait at least until the request may succeed; None where it will not."""
+        """Seconds to wait at least before the request is made again; None where that would not help."""
 
 
 class Endpoint:
     """One server. `key_variable` names the environment variable with its API key; `timeout` is in seconds.
 
-    A request is made again, after growing waits, where the server is overloaded (429), fails (5xx) or takes too long.
+    A request is made again, after growing waits, where the server is overloaded (429, 502, 503 and 504).
     `cure` says in errors how to start the server.
     """
 
@@ -89,12 +90,12 @@ class Endpoint:
         except HTTPError as error:
             with error:
                 said = " ".join(error.read().decode(errors="replace").split())[:500]
-            wait = _seconds(error.headers.get("Retry-After")) if error.code == 429 or error.code >= 500 else None
+            wait = _seconds(error.headers.get("Retry-After")) if error.code in _NOT_NOW else None
             raise EndpointError(f"{where}: HTTP {error.code}: {said or error.reason}", error.code, wait) from error
         except (URLError, HTTPException, OSError) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
-                raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds", wait=0.0) from error
+                raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds") from error
             raise EndpointError(f"{where}: cannot be reached ({reason}){self._cure}") from error
         try:
             return json.loads(text) if text.strip() else None

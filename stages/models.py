@@ -191,11 +191,6 @@ def scalars(head: nn.Linear, hidden: Tensor) -> Tensor:
         return nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
 
 
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions [B,T] that count real tokens only, so that left padding moves nothing."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
 def states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Last hidden states [B,T,d] of a decoder, from ids [B,T] and attention mask [B,T] (True where a token is).
 
@@ -289,16 +284,13 @@ class PolicyModel(nn.Module):
         return logprobs.gather(-1, tokens[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
     @torch.no_grad()
-    def check_head(self, input_ids: Tensor, attention_mask: Tensor) -> None:
-        """Refuse a model whose own logits say otherwise: it does more after its last layer than we know of."""
-        ours, _, _ = self(input_ids, attention_mask, 1, 1.0)
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask.long(),
-            position_ids=position_ids(attention_mask),
-            use_cache=False,
-        )
-        logits = output.logits[:, -2].float()
+    def check_head(self, input_ids: Tensor) -> None:
+        """Refuse a model whose own logits say otherwise: it does more after its last layer than we know of.
+
+        Of texts [B,T] without padding.
+        """
+        ours, _, _ = self(input_ids, torch.ones_like(input_ids, dtype=torch.bool), 1, 1.0)
+        logits = self.model(input_ids=input_ids, use_cache=False).logits[:, -2].float()
         theirs = logits.log_softmax(-1).gather(-1, input_ids[:, -1:])
         gap = (ours - theirs).abs().max().item()
         if gap > 0.1 + logits.abs().max().item() * 2**-7:  # what bfloat16 may round off two logits

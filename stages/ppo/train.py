@@ -191,7 +191,7 @@ def self_check(run: Runtime[PPOSettings], policy: torch.nn.Module, rollout: Roll
     settings = run.settings
     exact = run.accelerator.mixed_precision == "no"
     part = rollout.cut(pieces(rollout.prompt_lengths.tolist(), rollout.lengths.tolist(), run.microbatch_size)[0])
-    run.unwrap(policy).check_head(part.input_ids[:1], part.attention_mask[:1])
+    run.unwrap(policy).check_head(part.input_ids[0][part.attention_mask[0]][None])
     with torch.no_grad():
         logprobs, _, _ = policy(part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature)
 

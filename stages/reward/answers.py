@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.errors import SettingsError
 from rlhf.data.rows import Messages, Ranking, prompt_text
 from rlhf.data.tokens import encode_prompt
-from rlhf.stages.disk import replace_text
+from rlhf.stages.disk import replace_text, sync
 from rlhf.stages.endpoint import ChatModel
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.judge import judge_answers
@@ -22,7 +23,8 @@ from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
 
-_AT_ONCE = 128  # answers sampled together
+SAMPLED = "sampled.jsonl"
+_AT_ONCE = 128  # answers sampled together by each process
 
 
 def with_sampled_answers(
@@ -49,6 +51,7 @@ def with_sampled_answers(
                 judged(judge, grown[len(rows) :], 0.0, settings.seed),
             )
         )
+        run.on_main(lambda: (run.folder / SAMPLED).unlink(missing_ok=True))
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     split = {side: [Ranking(**line[side]) for line in lines if side in line] for side in ("train", "eval")}
     return split["train"], split["eval"]
@@ -57,27 +60,52 @@ def with_sampled_answers(
 def sample_answers(
     run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages]
 ) -> list[list[str]]:
-    """`num_sampled_answers` texts per prompt from backbone or server; the work is shared by the processes."""
+    """`num_sampled_answers` texts per prompt from backbone or server; the work is shared by the processes.
+
+    Those that are there already lie in sampled.jsonl of the stage's folder, [number of the prompt, text] in each line:
+    a run that was stopped, or whose server failed, goes on from them.
+    """
     settings = run.settings
     answer = _from_backbone(run, tokenizer, prompts) if settings.answers_from is None else _from_server(run, prompts)
     every = [i for i in range(len(prompts)) for _ in range(settings.num_sampled_answers)]
-    jobs = run.shard(every)
-    found: list[tuple[int, str]] = []
-    for start in range(0, -(-len(every) // run.num_processes), _AT_ONCE):  # as often in every process
+    path = run.folder / SAMPLED
+    found = run.from_main(lambda: _read_sampled(path))
+    if found:
+        run.say(f"{len(found)} of {len(every)} answers were sampled before")
+    while len(found) < len(every):
         if run.stop_requested():
             run.stop(0)
-        batch = jobs[start : start + _AT_ONCE]
-        if not batch:
-            continue
-        found += [(i, text.strip()) for i, text in zip(batch, answer(batch), strict=True)]
-        run.say(f"sampled about {len(found) * run.num_processes} of {len(every)} answers", now_and_then=True)
+        batch = every[len(found) : len(found) + _AT_ONCE * run.num_processes]
+        mine = run.shard(batch)
+        run.seed(per_process=True, step=len(found))
+        texts = [text.strip() for text in answer(mine)] if mine else []
+        rows = sorted(gather_object(list(zip(mine, texts, strict=True))))
+        run.on_main(partial(_append, path, rows), SAMPLED)
+        found += rows
+        run.say(f"sampled {len(found)} of {len(every)} answers", now_and_then=True)
     run.say(f"sampled {len(every)} answers to {len(prompts)} prompts")
     del answer
     torch.cuda.empty_cache()
     answers: list[list[str]] = [[] for _ in prompts]
-    for i, text in sorted(gather_object(found)):
+    for i, text in found:
         answers[i].append(text)
     return answers
+
+
+def _read_sampled(path: Path) -> list[tuple[int, str]]:
+    """The whole rows of sampled.jsonl; what a kill left of one is removed."""
+    if not path.exists():
+        return []
+    whole, _, part = path.read_bytes().rpartition(b"\n")
+    if part:
+        replace_text(path, whole.decode() + "\n" * bool(whole))
+    return [(i, text) for i, text in map(json.loads, whole.splitlines())]
+
+
+def _append(path: Path, rows: list[tuple[int, str]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    sync([path])
 
 
 def _from_backbone(
@@ -89,7 +117,6 @@ def _from_backbone(
     room = settings.max_length - settings.max_new_tokens
     encoded = [encode_prompt(tokenizer, prompt, max_length=room) for prompt in prompts]
     engine = make_engine(policy, dtype=run.low_precision, compiled=True)
-    run.seed(per_process=True)
 
     def answer(rows: list[int]) -> list[str]:
         doing("sampling")

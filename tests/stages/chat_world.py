@@ -19,6 +19,8 @@ class ChatServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.say: Callable[[str], Any] = lambda text: {"choices": [{"message": {"content": f"<{text}>"}}]}
         self.status = 200
+        self.busy: list[dict[str, str]] = []
+        """Headers of the answers (503) to the next requests: for each of them one."""
         self.asked: list[tuple[dict[str, Any], str]] = []
 
 
@@ -27,6 +29,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.busy:
+            self.send_response(503)
+            for name, value in (self.server.busy.pop() | {"Content-Length": "0"}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            return
         self.server.asked.append((body, self.headers.get("Authorization", "")))
         answer = json.dumps(self.server.say(body["messages"][-1]["content"])).encode()
         self.send_response(self.server.status if self.path == "/v1/chat/completions" else 404)

@@ -61,6 +61,6 @@ def run_reward(folder: Path, model: str, data: str, **fields: Any) -> dict[str, 
 
 def new_run(folder: Path, **fields: Any) -> Runtime[RewardSettings]:
     """A run that trains nothing, for what needs one, with a model and rankings in its folder; close it."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     given = {"model": policy_folder(folder), "data": rankings_file(folder / "rows.jsonl", marked(12))}
     return Runtime(settings(**{**given, **fields}), folder)

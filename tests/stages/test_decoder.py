@@ -14,7 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf.data.collate import pad_left
 from rlhf.stages import decoder
 from rlhf.stages.decoder import DecoderConfig, DecoderForCausalLM, LayerNorm, RMSNorm, rotate, rotations, sinusoids
-from rlhf.stages.models import position_ids
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions [B,T] that count real tokens alone."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
 
 # --- parts, by numbers
 

@@ -1,11 +1,14 @@
 """Models behind OpenAI-compatible servers: what they are asked, how they judge, and what goes wrong."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
 from chat_world import ChatServer, chatting, saying
 
+from rlhf.stages import endpoint
 from rlhf.stages.endpoint import ChatModel, Endpoint, EndpointError
 from rlhf.stages.judge import judge_answers
 
@@ -75,6 +78,45 @@ def test_errors_say_where_and_what(server: ChatServer) -> None:
     with pytest.raises(EndpointError, match=r"/v1/chat/completions: HTTP 400: .*no such model") as found:
         ChatModel(server.url, "a-model").answers(asked, 1, 0.0)
     assert found.value.status == 400
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that were waited for, were it not a test."""
+    waited: list[float] = []
+    monkeypatch.setattr(endpoint, "sleep", waited.append)
+    return waited
+
+
+ASKED = [[{"role": "user", "content": "x"}]]
+
+
+def test_a_request_is_made_again_where_the_server_is_overloaded(server: ChatServer, pauses: list[float]) -> None:
+    server.busy = [{}, {"Retry-After": "30"}]
+    assert ChatModel(server.url, "a-model").answers(ASKED, 1, 0.0) == ["<x>"]
+    assert pauses == [30.0, 10.0]  # as long as it asks for, and else a little longer each time
+
+
+def test_a_date_to_wait_for_is_understood_and_nonsense_is_not(server: ChatServer, pauses: list[float]) -> None:
+    past, soon = (format_datetime(datetime.now(UTC) + timedelta(seconds=s), usegmt=True) for s in (-900, 90))
+    server.busy = [{"Retry-After": soon}, {"Retry-After": past}, {"Retry-After": "a while"}]
+    ChatModel(server.url, "a-model").answers(ASKED, 1, 0.0)
+    assert pauses[:2] == [2.0, 10.0]
+    assert pauses[2] == pytest.approx(90, abs=5)
+
+
+def test_in_the_end_it_is_an_error_that_says_how_often_was_asked(server: ChatServer, pauses: list[float]) -> None:
+    server.busy = [{}] * 4
+    with pytest.raises(EndpointError, match=r"HTTP 503: .* \(asked 4 times\)") as found:
+        ChatModel(server.url, "a-model").answers(ASKED, 1, 0.0)
+    assert (found.value.status, pauses) == (503, [2.0, 10.0, 50.0])
+
+
+def test_longer_than_for_an_answer_it_is_not_waited(server: ChatServer, pauses: list[float]) -> None:
+    server.busy = [{"Retry-After": "61"}]
+    with pytest.raises(EndpointError, match="HTTP 503"):
+        ChatModel(server.url, "a-model", timeout=60).answers(ASKED, 1, 0.0)
+    assert pauses == []
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "file:///etc/passwd", "http://", ""])

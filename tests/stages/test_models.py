@@ -204,10 +204,10 @@ def test_logprobs_in_chunks_have_the_same_values_and_gradients(
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused() -> None:
     reader = PolicyModel(tiny_policy())
     ids = torch.arange(7, 14)[None]
-    reader.check_head(ids, torch.ones_like(ids).bool())
+    reader.check_head(ids)
     reader.scale = 1.5  # as if the model did something that we do not know of
     with pytest.raises(RefusedError, match="does not take its logits straight from its last hidden state"):
-        reader.check_head(ids, torch.ones_like(ids).bool())
+        reader.check_head(ids)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_sizes(policy_folder: Path, tokenizer: Any) -> None:

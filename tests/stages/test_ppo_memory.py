@@ -185,6 +185,8 @@ def test_offload_changes_no_result(given: Given, tmp_path: Path) -> None:
     ({"rollout": {"engine": "static", "timeout": 9}}, "timeout has no effect with engine static"),
     ({"rollout": {"importance_cap": None}}, "importance_cap has no effect with engine auto"),
     ({"rollout": {"weights_folder": "/shared"}}, "weights_folder has no effect with engine auto"),
+    ({"rollout": {"engine": "vllm", "server_url": "http://x:1"}, "generation_batch_size": 8},
+     "generation_batch_size has no effect with rollout.engine vllm"),
     ({"rollout": {"engine": "hf"}}, r"ppo\.rollout\.engine"),
 ])  # fmt: skip
 def test_what_has_no_effect_or_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:

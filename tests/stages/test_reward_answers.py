@@ -9,7 +9,9 @@ from reward_world import marked, new_run, rankings_file, run_reward, settings
 from stages_world import byte_tokenizer, tiny_policy
 
 from rlhf.data.errors import SettingsError
+from rlhf.stages.endpoint import EndpointError
 from rlhf.stages.models import save_folder
+from rlhf.stages.reward import answers
 from rlhf.stages.reward.answers import sample_answers
 
 JUDGED: dict[str, Any] = {"judge": "reward_judge:marks", "num_sampled_answers": 2, "max_new_tokens": 8}
@@ -44,8 +46,54 @@ def test_a_stage_trains_on_them_as_on_others(tmp_path: Path) -> None:
         server.say = saying("!!!!!!!")
         source = {"url": server.url, "model": "big"}
         run_reward(tmp_path / "reward", str(tmp_path / "policy"), rows, **JUDGED, answers_from=source)
-    answers = (tmp_path / "reward" / "answers.jsonl").read_text()
-    assert answers.count('"!!!!!!!"') == 12  # two equal ones count once
+    ranked = (tmp_path / "reward" / "answers.jsonl").read_text()
+    assert ranked.count('"!!!!!!!"') == 12  # two equal ones count once
+    assert not (tmp_path / "reward" / "sampled.jsonl").exists()
+
+
+def test_answers_that_were_sampled_before_a_server_failed_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    prompts = [[{"role": "user", "content": text}] for text in ("a", "b", "c")]
+
+    def sampled() -> list[list[str]]:
+        run = new_run(tmp_path / "run", **JUDGED, answers_from={"url": server.url, "model": "big"})
+        try:
+            return sample_answers(run, byte_tokenizer(), prompts)
+        finally:
+            run.close()
+
+    with chatting() as server:
+        plain = server.say
+        server.say = lambda text: {"choices": []} if text == "b" else plain(text)
+        with pytest.raises(EndpointError, match="an answer without text"):
+            sampled()
+        server.say, server.asked = plain, []
+        with (tmp_path / "run" / "sampled.jsonl").open("a") as file:
+            file.write('[1, "half a li')  # what a kill leaves
+        assert sampled() == [["<a>"] * 2, ["<b>"] * 2, ["<c>"] * 2]
+        assert len(server.asked) == 4
+
+
+def test_a_resumed_stage_samples_as_one_that_was_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    save_folder(tmp_path / "policy", tiny_policy(), byte_tokenizer())
+    prompts = [[{"role": "user", "content": text}] for text in ("a", "b", "c")]
+
+    def sampled(name: str) -> list[list[str]]:
+        run = new_run(tmp_path / name, **JUDGED, model=str(tmp_path / "policy"))
+        try:
+            return sample_answers(run, byte_tokenizer(), prompts)
+        finally:
+            run.close()
+
+    whole = sampled("whole")
+    assert len({text for texts in whole for text in texts}) > 1
+    (tmp_path / "resumed").mkdir()
+    lines = (tmp_path / "whole" / "sampled.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "resumed" / "sampled.jsonl").write_text("".join(lines[:2]))
+    assert sampled("resumed") == whole
 
 
 def test_the_model_takes_part_in_the_key_and_the_address_does_not() -> None:

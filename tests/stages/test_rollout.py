@@ -13,6 +13,7 @@ from rlhf.data.rows import Prompt
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_scalar
+from rlhf.stages.ppo import train
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.objective import after_the_end
@@ -161,3 +162,17 @@ def test_a_process_without_held_out_prompts_asks_no_model_and_no_reward(policy: 
     evaluator = Evaluator(run, byte_tokenizer(), pytest.fail, pytest.fail, [], [], {policy: engine})
     assert evaluator._answers(policy, []) == []
     assert asked == [[]]
+
+
+def test_the_self_check_looks_at_tokens_and_not_at_what_stands_behind_a_short_response(
+    policy: Any, scorer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = roll(policy, scorer)
+    rows = rollout.lengths.argsort().tolist()  # the shortest first
+    assert rollout.lengths[rows[0]] < rollout.lengths[rows[-1]]
+    monkeypatch.setattr(train, "pieces", lambda *_: [Piece(rows, 4, int(rollout.lengths.max()))])
+    alone: Any = SimpleNamespace(
+        settings=settings(), accelerator=SimpleNamespace(mixed_precision="no"), unwrap=lambda model: model,
+        microbatch_size=None,
+    )  # fmt: skip
+    train.self_check(alone, PolicyModel(policy), rollout, first=True)

@@ -181,6 +181,14 @@ def test_nothing_is_left_of_the_folder_that_the_weights_lay_in(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_runs_with_one_folder_write_to_folders_of_their_own(
+    engine: VLLMEngine, server: FakeServer, tmp_path: Path
+) -> None:
+    connect(server, tmp_path).sync(tiny_policy())
+    engine.sync(tiny_policy())
+    assert len(set(server.folders)) == 2
+
+
 def test_weights_that_the_server_cannot_read_or_use_are_an_error(
     engine: VLLMEngine, server: FakeServer, tmp_path: Path
 ) -> None:
@@ -266,6 +274,7 @@ def spoil(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (spoil(token_ids=[1, 2, 259, 4, 5, 6]), r"neither at the first of the stop tokens \[259\] nor after 6"),
         (lambda answer: answer | {"choices": answer["choices"][:2]}, "2 responses to 3 prompts"),
         (lambda answer: {}, "0 responses to 3 prompts"),
+        (spoil(index=0), "does not say which prompt each response is to"),
     ],
 )
 def test_answers_that_cannot_be_trained_on_are_errors(
