@@ -95,7 +95,7 @@ def line(row: dict[str, Any]) -> str:
 def beside(case: str, size: str, world: str) -> dict[str, Any]:
     """Peaks in GiB and seconds of a step, each as [estimated, measured]; or an error."""
     stage = case.split()[0]
-    request = {"stages": {stage: settings_of(case, size, Path(world))}, "rows": {}, "num_processes": 1, "device": None}
+    request = {"stages": {stage: settings_of(case, size, Path(world))}}
     said = subprocess.run([sys.executable, "-m", "rlhf.stages.estimate"], input=json.dumps(request), text=True,
                           capture_output=True, check=False)  # fmt: skip
     done = subprocess.run([sys.executable, __file__, size, "--child", case, world], text=True, capture_output=True,
@@ -168,7 +168,7 @@ def measured(case: str, section: dict[str, Any]) -> dict[str, Any]:
 
     from rlhf.stages import logs
     from rlhf.stages.artifact import write_settings
-    from rlhf.stages.estimate import SECTIONS
+    from rlhf.stages.budget_recipe import SECTIONS
 
     stage = case.split()[0]
     train = importlib.import_module(f"rlhf.stages.{stage}.train").train

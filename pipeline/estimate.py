@@ -6,26 +6,34 @@ import subprocess
 import sys
 from typing import Any
 
-from rlhf.data.errors import DataError, RefusedError
+from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.rows import read_demonstrations, read_rankings
+from rlhf.pipeline.accelerate_config import num_processes, read_config
 from rlhf.pipeline.errors import DEBUG, RunFailed
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.summary import duration
 from rlhf.pipeline.tables import show_table
-from rlhf.stages.devices import named
+from rlhf.stages.devices import named, several
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.sft.config import SFTSettings
 
-COLUMNS = ("stage", "phase", "weights", "optimiser", "gradients", "activations", "cache", "logits", "GiB", "time", "×")
+SIZES = ("weights", "optimiser", "gradients", "activations", "cache", "logits")
 
 
-def estimate(recipe: Recipe, device: str | None) -> dict[str, Any]:
+def estimate(recipe: Recipe, device: str | None = None, devices: str | None = None) -> dict[str, Any]:
     """What `rlhf.stages.estimate` answers about a recipe, on the device of that name or on the one that is here.
 
-    Raises RefusedError for what it refuses, RunFailed where it breaks.
+    `devices` are so many of one kind, 64xH100: every stage is planned with all of them. Raises RefusedError for what
+    it refuses, RunFailed where it breaks.
     """
-    if device not in (None, "cpu"):
+    number = None
+    if devices is not None:
+        if device is not None:
+            raise SettingsError("--device and --devices: give one of the two")
+        number, kind = several(devices)
+        device = kind.name
+    elif device not in (None, "cpu"):
         named(str(device))  # refused at once where there is none of the name
     visible = visible_gpus() if device is None else 1
     request = {
@@ -35,8 +43,9 @@ def estimate(recipe: Recipe, device: str | None) -> dict[str, Any]:
             if (section := recipe.section(stage)) is not None
         },
         "rows": {stage: counted(recipe, stage) for stage in ("sft", "reward")},
-        "num_processes": recipe.num_processes or max(visible, 1),
         "device": device,
+        "num_processes": {stage: number or num_processes(recipe, stage, visible) for stage in recipe.stages},
+        "layouts": {stage: _layout(recipe, stage, "ddp" if number is None else None) for stage in recipe.stages},
     }
     process = subprocess.run(
         [sys.executable, "-m", "rlhf.stages.estimate"], input=json.dumps(request), capture_output=True, text=True,
@@ -51,6 +60,23 @@ def estimate(recipe: Recipe, device: str | None) -> dict[str, Any]:
         raise RunFailed(said.splitlines()[-1] if said else f"the estimate ended with code {process.returncode}")
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
+
+
+def _layout(recipe: Recipe, stage: str, otherwise: str | None) -> str | None:
+    """How a stage's accelerate config lets processes share its models; `otherwise` where it has none."""
+    name = recipe.config_of(stage)
+    if name is None:
+        return otherwise
+    config = read_config(name)
+    kind, zero = config.get("distributed_type"), (config.get("deepspeed_config") or {}).get("zero_stage", 2)
+    if kind == "FSDP":
+        return "fsdp2"
+    if kind == "DEEPSPEED" and zero in (2, 3):
+        return f"zero{zero}"
+    if kind == "NO" or str(kind).startswith("MULTI_"):
+        return "ddp"
+    found = f"DeepSpeed with zero_stage {zero}" if kind == "DEEPSPEED" else f"distributed_type {kind}"
+    raise SettingsError(f"accelerate_config {name}: {found} cannot be estimated; take ddp, fsdp2, zero2 or zero3")
 
 
 def counted(recipe: Recipe, stage: str) -> dict[str, int]:
@@ -76,23 +102,35 @@ def counted(recipe: Recipe, stage: str) -> dict[str, int]:
 
 def show(found: dict[str, Any]) -> None:
     """A table of the phases, and of each stage whether it fits."""
+    several_processes = any(of_stage["num_processes"] > 1 for of_stage in found["stages"].values())
     rows = []
     for stage, of_stage in found["stages"].items():
         for phase in of_stage["phases"]:
-            sizes = [_gib(phase["gib"][column]) for column in COLUMNS[2:8]]
+            sizes = [_gib(phase["gib"][kind]) for kind in SIZES]
             times = "?" if phase["times"] is None else f"{phase['times']:g}"
+            sending = [_short(phase["seconds_sending"])] if several_processes else []
             time = _short(phase["seconds"])
-            rows.append((stage, phase["name"], *sizes, _gib(phase["total_gib"]), time, times))
-    show_table(COLUMNS, rows)
-    device, processes = found["device"], found["num_processes"]
-    several = "" if processes == 1 else f", each of {processes} processes"
-    print(f"{device['name']}: {device['gib']:.1f} GiB, {device['usable_gib']:.1f} of them counted on{several}")
+            rows.append((stage, phase["name"], *sizes, _gib(phase["total_gib"]), *sending, time, times))
+    show_table(("stage", "phase", *SIZES, "GiB", *(["sending"] if several_processes else []), "time", "×"), rows)
+    device = found["device"]
+    print(f"{device['name']}: {device['gib']:.1f} GiB, {device['usable_gib']:.1f} of them counted on")
     for stage, of_stage in found["stages"].items():
         took = "rows not counted" if of_stage["seconds"] is None else f"about {duration(of_stage['seconds'])}"
         fits = "fits" if of_stage["fits"] else "does not fit"
-        print(f"{stage}: {of_stage['peak_gib']:.2f} GiB in {of_stage['precision']}, {fits}; {took}")
+        peak = f"{of_stage['peak_gib']:.2f} GiB in {of_stage['precision']}"
+        print(f"{stage}: {_shared(of_stage)}{peak}, {fits}; {took}")
         for change in of_stage["changes"]:
             print(f"  {_change(change)}")
+
+
+def _shared(of_stage: dict[str, Any]) -> str:
+    """By how many processes a stage is shared, and how."""
+    if of_stage["num_processes"] == 1:
+        return ""
+    machines = f" on {of_stage['machines']} machines" if of_stage["machines"] > 1 else ""
+    layout, peaks = of_stage["layout"], of_stage["peak_gib_in"]
+    others = ", ".join(f"{name} would take {peak:.2f} GiB" for name, peak in peaks.items() if name != layout)
+    return f"{of_stage['num_processes']} processes{machines}, {layout}{f' ({others})' if others else ''}; each "
 
 
 def _change(change: dict[str, Any]) -> str:

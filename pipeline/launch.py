@@ -6,21 +6,23 @@ import math
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from rlhf.data.errors import RefusedError, Stopped
 from rlhf.pipeline import processes
+from rlhf.pipeline.accelerate_config import config_path, num_processes, read_config
 from rlhf.pipeline.errors import DEBUG, RunFailed
 from rlhf.pipeline.processes import MARK, is_left, signal_all, signal_group
 from rlhf.pipeline.recipe import Recipe
@@ -33,6 +35,12 @@ from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code, handled, is_echo
 ERROR_LOG = "error.log"
 """In a stage's folder: the traceback of a failure, or what its processes last said."""
 DEVICES = Path("/dev")
+ORDER = Path("checkpoints", "launch.json")
+"""In a stage's folder while it runs on several machines: what the others have to start."""
+LOST = Path("checkpoints", "lost.json")
+"""There as well: which machine's part of it ended before the others', with which code."""
+NUM_PROCESSES = "RLHF_NUM_PROCESSES"
+"""Environment variable of a stage: how many processes it was to have. It refuses to start with others."""
 
 
 def visible_gpus() -> int:
@@ -48,16 +56,16 @@ def visible_gpus() -> int:
     return min(found, len(list(names)))
 
 
-def stays_in_process(recipe: Recipe) -> bool:
+def stays_in_process(recipe: Recipe, stage: str) -> bool:
     """One process and no GPU: a process of its own would only cost the imports once more."""
-    return recipe.num_processes in (None, 1) and recipe.accelerate_config is None and not visible_gpus()
+    return recipe.processes_of(stage) in (None, 1) and recipe.config_of(stage) is None and not visible_gpus()
 
 
 def run_stage(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
     """Run a stage in its folder to the end. Raises RefusedError, RunFailed or SystemExit(128 + signal)."""
     for name in ("status.json", ERROR_LOG):  # of an earlier attempt
         (folder / name).unlink(missing_ok=True)
-    if stays_in_process(recipe):
+    if stays_in_process(recipe, stage):
         _run_here(stage, folder)
     else:
         _launch(stage, folder, recipe, lock)
@@ -68,32 +76,25 @@ def command(stage: str, folder: Path, recipe: Recipe) -> tuple[list[str], dict[s
     words = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
     # Workers in sessions of their own get the signal from their launcher, which kills them when this is over.
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(_seconds_to_stop(stage, recipe)))}
-    if recipe.accelerate_config:
-        words += ["--config_file", recipe.accelerate_config]
-        if recipe.num_processes:
-            words += ["--num_processes", str(recipe.num_processes)]
+    gpus, name = visible_gpus(), recipe.config_of(stage)
+    config, number = read_config(name), num_processes(recipe, stage, gpus)
+    if name is not None:
+        words += ["--config_file", str(config_path(name))]
+        if recipe.processes_of(stage) or config.get("num_processes") is None:
+            words += ["--num_processes", str(number)]
+        on_cpu = config.get("use_cpu") or (not gpus and config.get("distributed_type") in ("MULTI_GPU", "FSDP"))
     else:  # the defaults, said aloud, or the launcher warns of each; the stage chooses its precision itself
-        gpus = visible_gpus()
-        number = recipe.num_processes or max(gpus, 1)
         words += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         words += ["--num_processes", str(number)]
         if number > 1:
             words.append("--multi_gpu")
-            if not gpus:  # `accelerate launch --cpu` would start one process; this starts a gloo group
-                environment["ACCELERATE_USE_CPU"] = "true"
-    if _port_is_free_to_choose(recipe.accelerate_config):
+        on_cpu = number > 1 and not gpus
+    if on_cpu:  # `accelerate launch --cpu` would start one process; this makes a gloo group of several
+        environment["ACCELERATE_USE_CPU"] = "true"
+    environment[NUM_PROCESSES] = str(number)
+    if config.get("main_process_port") is None and config.get("num_machines") in (None, 1):
         words += ["--main_process_port", "0"]  # any free one: two runs on one machine must not meet
     return [*words, "-m", f"rlhf.stages.{stage}", str(folder)], environment
-
-
-def _port_is_free_to_choose(accelerate_config: str | None) -> bool:
-    """Several machines must agree on a port, and who names one wants it."""
-    if accelerate_config is None:
-        return True
-    config = OmegaConf.to_container(OmegaConf.load(accelerate_config))
-    return (
-        isinstance(config, dict) and config.get("main_process_port") is None and config.get("num_machines") in (None, 1)
-    )
 
 
 def _run_here(stage: str, folder: Path) -> None:
@@ -113,11 +114,61 @@ def _run_here(stage: str, folder: Path) -> None:
 
 def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
     words, environment = command(stage, folder, recipe)
-    mark = environment[MARK] = secrets.token_hex(8)  # also tells the stage that its errors are shown here
     seconds = _seconds_to_stop(stage, recipe)
+    with told_to_others(words, environment, seconds, folder, read_config(recipe.config_of(stage))) as lost:
+        ended = to_its_end(words, environment, seconds, lock, lambda: lost() is not None)
+        machine = lost()
+    told = stage_status(folder)
+    state, message = told.get("state"), told.get("message") or ""
+    if state == "done" and not ended.received:
+        sys.stderr.write(ended.said)  # warnings
+    is_kept = state in ("done", "refused", "stopped") or (folder / ERROR_LOG).exists()
+    if ended.said and not ended.received and not is_kept:
+        replace_text(folder / ERROR_LOG, ended.said)
+    # The status file decides, not the code: with several processes the launcher always returns 1.
+    if state == "refused":
+        raise RefusedError(message)
+    if state == "failed":
+        raise RunFailed(message)
+    if machine is not None and state != "done" and not ended.received:
+        raise RunFailed(f"machine {machine}: its part ended and left no message; out of memory, or killed?")
+    if state == "stopped" or ended.received:  # even if it is done: the run must not start another stage
+        number = ended.received[0] if ended.received else None
+        raise Stopped(exit_code(number) if number else told.get("code") or exit_code(signal.SIGTERM))
+    if state != "done":
+        raise RunFailed(f"its process ended with code {ended.code} and left no message; out of memory, or killed?")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launcher ended."""
+
+    code: int
+    received: list[int]
+    """The signals that came meanwhile."""
+    said: str
+    """What it and its processes wrote to stderr."""
+
+
+def to_its_end(
+    words: list[str],
+    environment: dict[str, str],
+    seconds: float,
+    lock: int | None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Ended:
+    """Run a launcher until it and its processes are gone; signals are passed on, and it has `seconds` to end of them.
+
+    The lock of the run folder, if given, is held until then even if this process dies. Ended when `is_over`, too.
+    """
+    mark = secrets.token_hex(8)  # also tells the stage that its errors are shown here
     received: list[int] = []
     groups: list[int] = []
     until = math.inf
+
+    def end(number: int) -> None:
+        for group in groups:
+            signal_group(group, _known_to_launchers(number))
 
     def forward(number: int, _frame: FrameType | None) -> None:
         nonlocal until
@@ -125,43 +176,60 @@ def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
             return
         received.append(number)
         until = monotonic() + (seconds if len(received) == 1 else 0.0)  # a second one ends all at once
-        for group in groups:
-            signal_group(group, _known_to_launchers(number))
+        end(number)
 
     # The launcher wraps every error and signal in a traceback of its own: kept back, unless asked for.
     with tempfile.TemporaryFile() as errors, handled(forward):
         stderr = None if os.environ.get(DEBUG) else errors
-        process = subprocess.Popen(words, env=os.environ | environment, start_new_session=True, stderr=stderr)
+        variables = os.environ | environment | {MARK: mark}
+        process = subprocess.Popen(words, env=variables, start_new_session=True, stderr=stderr)
         groups.append(process.pid)
         if received:  # while it was started
-            signal_group(process.pid, _known_to_launchers(received[-1]))
+            end(received[-1])
         with _watched(mark, process.pid, lock, seconds):
             # The launcher of one process dies of the signal at once, its child saves first.
             while process.poll() is None or (received and is_left(mark, process.pid)):
+                if until == math.inf and is_over():
+                    until = monotonic() + seconds
+                    end(signal.SIGTERM)
                 if monotonic() > until:
                     break
                 sleep(0.1)
             signal_all(mark, process.pid, signal.SIGKILL)
             code = process.wait()
-        told = stage_status(folder)
-        state, message = told.get("state"), told.get("message") or ""
         errors.seek(0)
-        said = mask(errors.read().decode(errors="replace"))
-        if state == "done" and not received:
-            sys.stderr.write(said)  # warnings
-        elif (
-            said and not received and state not in ("done", "refused", "stopped") and not (folder / ERROR_LOG).exists()
-        ):
-            replace_text(folder / ERROR_LOG, said)
-    # The status file decides, not the code: with several processes the launcher always returns 1.
-    if state == "refused":
-        raise RefusedError(message)
-    if state == "failed":
-        raise RunFailed(message)
-    if state == "stopped" or received:  # even if it is done: the run must not start another stage
-        raise Stopped(exit_code(received[0]) if received else told.get("code") or exit_code(signal.SIGTERM))
-    if state != "done":
-        raise RunFailed(f"its process ended with code {code} and left no message; out of memory, or killed?")
+        return Ended(code, received, mask(errors.read().decode(errors="replace")))
+
+
+@contextmanager
+def told_to_others(
+    words: list[str], environment: dict[str, str], seconds: float, folder: Path, config: Mapping[str, Any]
+) -> Iterator[Callable[[], int | None]]:
+    """Let the other machines of a stage, if it has some, know what to start (`follow`).
+
+    Yields what tells the number of one whose part of it has ended before its time.
+    """
+    if config.get("num_machines") in (None, 1):
+        yield lambda: None
+        return
+    mark = secrets.token_hex(8)
+    content = {"words": words[1:], "environment": environment, "seconds": seconds, "cwd": str(Path.cwd())}
+    content |= {"mark": mark, "host": socket.gethostname(), "pid": os.getpid()}
+    (folder / ORDER).parent.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / ORDER, json.dumps(content), sync=False)
+
+    def lost() -> int | None:
+        try:
+            found = json.loads((folder / LOST).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return int(found["machine"]) if found["mark"] == mark else None
+
+    try:
+        yield lost
+    finally:
+        for path in (ORDER, LOST):
+            (folder / path).unlink(missing_ok=True)
 
 
 def _seconds_to_stop(stage: str, recipe: Recipe) -> float:
@@ -177,9 +245,10 @@ def _known_to_launchers(number: int) -> int:
 
 
 @contextmanager
-def _watched(mark: str, group: int, lock: int, seconds: float) -> Iterator[None]:
+def _watched(mark: str, group: int, lock: int | None, seconds: float) -> Iterator[None]:
     words = [sys.executable, "-I", processes.__file__, mark, str(group), str(seconds)]
-    watcher = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, pass_fds=(lock,))
+    locks = () if lock is None else (lock,)
+    watcher = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, pass_fds=locks)
     try:
         yield
     finally:

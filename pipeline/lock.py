@@ -83,6 +83,11 @@ def in_use(run_dir: Path) -> bool:
         os.close(descriptor)
 
 
+def holder_of(run_dir: Path) -> Holder | None:
+    """The run, on whichever machine, that lock.json names and that gave a sign of life."""
+    return _read(run_dir / LOCK) if _gave_a_sign(run_dir / LOCK) else None
+
+
 def _flock(descriptor: int) -> bool | None:
     """True if we have it now, False if another has it, None on a file system without (some network mounts)."""
     try:

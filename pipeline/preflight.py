@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rlhf.data import rows
 from rlhf.data.documents import Documents
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.sources import Source
 from rlhf.data.split import train_and_eval
+from rlhf.pipeline.accelerate_config import num_processes, refuse_bad_configs
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.plan import Step
 from rlhf.pipeline.recipe import Recipe, to_yaml
@@ -56,11 +55,15 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         raise SettingsError(f"--run-dir {run_dir}: {there} is not writable; choose another")
-    if recipe.accelerate_config and not Path(recipe.accelerate_config).is_file():
-        raise SettingsError(f"accelerate_config: no file '{recipe.accelerate_config}'; `accelerate config` writes one")
     to_run = [step.settings for step in steps if step.action in ("run", "resume") and step.settings is not None]
-    processes = num_processes(recipe)
-    if problems := [line for settings in to_run for line in (*_uneven(settings, processes), *_too_long(settings))]:
+    gpus = visible_gpus()
+    refuse_bad_configs(recipe, [settings.stage for settings in to_run], gpus, say)
+    problems = [
+        line
+        for settings in to_run
+        for line in (*_uneven(settings, num_processes(recipe, settings.stage, gpus)), *_too_long(settings))
+    ]
+    if problems:
         raise SettingsError("\n".join(problems))
     read: list[dict[str, Any]] = []
     for settings in to_run:
@@ -80,17 +83,6 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
     models = {Path(model) for settings in to_run for model in settings.inputs().values() if model is not None}
     for model in sorted(model for model in models if model.parent not in reused):
         refuse_damaged_model(model, verify)
-
-
-def num_processes(recipe: Recipe) -> int:
-    """How many processes a stage will have."""
-    if recipe.num_processes:
-        return recipe.num_processes
-    if recipe.accelerate_config is None:
-        return max(visible_gpus(), 1)
-    config = OmegaConf.to_container(OmegaConf.load(recipe.accelerate_config))
-    found = config.get("num_processes") if isinstance(config, dict) else None
-    return found if isinstance(found, int) and found > 0 else 1
 
 
 def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:

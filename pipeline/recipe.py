@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field
+from pydantic import Field, field_validator
 from yaml import YAMLError
 
 from rlhf.data.errors import SettingsError, first_line
@@ -17,7 +17,7 @@ from rlhf.stages.artifact import STAGES
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
-from rlhf.stages.settings import Settings, StageSettings
+from rlhf.stages.settings import Settings, StageSettings, nearest
 from rlhf.stages.sft.config import SFTSettings
 
 
@@ -32,15 +32,18 @@ class Shared(Settings):
     """module:function (prompts, responses) -> true qualities, for the stages that take a judge."""
     stop_within: float = Field(30.0, gt=0)
     """Seconds after a signal until a stage is gone."""
+    stop_hung_after: float = Field(3600.0, gt=0)
+    """Seconds in which no process of a stage moves, until they end themselves."""
 
 
 class Recipe(Shared):
     """A whole run. A section that is not there is a stage that is not run."""
 
-    num_processes: int | None = Field(None, ge=1)
-    """Processes per stage; accelerate's own choice by default."""
-    accelerate_config: str | None = None
-    """A file written by `accelerate config` that the stages are launched with."""
+    num_processes: int | dict[str, int] | None = None
+    """Processes of each stage, or a number per stage, {pretrain: 8, reward: 1}; by default one for each GPU here."""
+    accelerate_config: str | dict[str, str] | None = None
+    """What the stages are launched with: a file that `accelerate config` wrote, or ddp, fsdp2, zero2, zero3 or cpu2,
+    which are shipped; or one per stage, {pretrain: fsdp2, ppo: mine.yaml}."""
     pretrain: PretrainSettings | None = None
     """The base model from raw text."""
     sft: SFTSettings | None = None
@@ -55,10 +58,48 @@ class Recipe(Shared):
         settings: StageSettings | None = getattr(self, stage)
         return settings
 
+    @field_validator("num_processes", mode="before")
+    @classmethod
+    def _is_a_number(cls, value: Any) -> Any:
+        for where, number in _by_stage(value):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"{where}{number!r} is no number of processes; give a whole number from 1 on")
+        return value
+
+    @field_validator("accelerate_config", mode="before")
+    @classmethod
+    def _is_a_name(cls, value: Any) -> Any:
+        for where, name in _by_stage(value):
+            if not isinstance(name, str) or not name:
+                raise ValueError(
+                    f"{where}{name!r} names no accelerate config; give a file, or the name of a shipped one"
+                )
+        return value
+
+    def processes_of(self, stage: str) -> int | None:
+        """How many processes the recipe wants for a stage; None where it leaves that open."""
+        return self.num_processes.get(stage) if isinstance(self.num_processes, dict) else self.num_processes
+
+    def config_of(self, stage: str) -> str | None:
+        """Path or shipped name of the accelerate config of a stage, if it has one."""
+        found = self.accelerate_config
+        return found.get(stage) if isinstance(found, dict) else found
+
     @property
     def stages(self) -> list[str]:
         """Stages of this run, in order."""
         return [stage for stage in STAGES if self.section(stage) is not None]
+
+
+def _by_stage(value: Any) -> Iterator[tuple[str, Any]]:
+    """The value of each stage with its name before it, or the one value of all; refuses what is no stage."""
+    if not isinstance(value, dict):
+        yield from [] if value is None else [("", value)]
+        return
+    for stage, found in value.items():
+        if stage not in STAGES:
+            raise ValueError(f"no stage '{stage}'; {nearest(str(stage), list(STAGES))}")
+        yield f"{stage}: ", found
 
 
 def load_recipe(recipe: str, overrides: Iterable[str] = (), pretrain: Mapping[str, Any] | None = None) -> Recipe:

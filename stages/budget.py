@@ -3,13 +3,13 @@
 A phase's memory is what is there all the time (weights, AdamW's moments) and the most that its passes add, which
 `footprint` traces. Texts are taken to be as long as the settings allow, and no answer to end early.
 
-Here is what the stages share; pretrain, sft and reward are in `budget_stages`, sampling in `budget_sampling`, PPO in
-`budget_ppo`.
+Here is what the stages share; what several processes change is in `budget_parallel`, sampling in `budget_sampling`,
+pretrain, sft and reward in `budget_stages`, PPO in `budget_ppo`.
 """
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from rlhf.stages.footprint import PADDED, Moments
+from rlhf.data.errors import RefusedError
+from rlhf.stages.footprint import ATTENTION
 from rlhf.stages.models import ScalarModel
 from rlhf.stages.profile import Cost, cost_of
 from rlhf.stages.settings import LoraSettings
@@ -47,6 +48,8 @@ class Case:
     """Rows to train on, if that is known."""
     num_answers: int = 2
     """Answers of a ranking."""
+    layout: str = "ddp"
+    """How several processes share the models: ddp, zero2, fsdp2 or zero3."""
 
     @property
     def half(self) -> bool:
@@ -63,8 +66,31 @@ class Case:
         """Traced on the CPU, whose autocast has bf16; fp16 takes as much memory."""
         return torch.autocast("cpu", torch.bfloat16, enabled=self.half)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a number that is multiplied."""
+        return 2 if self.half else 4
+
+    @property
+    def gradients_in_parts(self) -> bool:
+        """Whether each process holds only a part of gradients and moments."""
+        return self.num_processes > 1 and self.layout != "ddp"
+
+    @property
+    def weights_in_parts(self) -> bool:
+        """Whether it holds only a part of the weights, too."""
+        return self.gradients_in_parts and self.layout != "zero2"
+
     def cost(self, model: PreTrainedModel) -> Cost:
-        return cost_of(model, 2 if self.half else 4)
+        return cost_of(model, self.num_bytes)
+
+    def share(self, name: str, size: int) -> int:
+        """A process's part of a global batch. Raises RefusedError, as a stage does, where it is uneven."""
+        if size % self.num_processes:
+            raise RefusedError(
+                f"{name}: {size} cannot be shared evenly by {self.num_processes} processes; use a multiple"
+            )
+        return size // self.num_processes
 
 
 @dataclass
@@ -84,6 +110,10 @@ class Phase:
     steps: float = 0.0
     """Layers times tokens that are decoded one after the other."""
     compiled: bool = False
+    sent: float = 0.0
+    """Bytes that each process sends to others."""
+    hidden: float = 0.0
+    """Share of the phase's own work that goes on meanwhile."""
 
     @property
     def total(self) -> float:
@@ -114,31 +144,29 @@ class Held:
                     self.moments += 2 * tensor.nbytes
         return self
 
-
-def phase_of(name: str, held: Held, case: Case, moments: Moments, times: float | None, **work: Any) -> Phase:
-    """Of the moments that bear its name, the one with the most."""
-    of_it = [most for moment, most in moments.items() if moment.split(",")[0] == name]
-    most = max(of_it, key=lambda kinds: sum(kinds.values()))
-    found = dict.fromkeys(KINDS, 0.0) | most
-    found["weights"] += held.weights
-    found["optimiser"] += held.moments
-    if case.num_processes > 1:  # DDP reduces copies of the gradients
-        found["gradients"] += held.gradients
-    return Phase(name, {kind: size / GIB for kind, size in found.items()}, times, **work)
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.moments
 
 
-def causal(config: PreTrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def held_by(named: Mapping[str, Sequence[nn.Module]]) -> dict[str, Held]:
+    """What each of several roles holds; a tensor that they share belongs to the first of them."""
+    seen: set[int] = set()
+    return {name: Held(seen=seen).add(*models) for name, models in named.items()}
+
+
+def causal(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, attention: str = ATTENTION) -> PreTrainedModel:
     """A causal language model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
 
 
-def scalar_of(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, attention: str = PADDED) -> ScalarModel:
+def scalar_of(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> ScalarModel:
     """A reward model or critic on the meta device, its head in float32."""
     config = copy.deepcopy(config)
     config.num_labels, config.pad_token_id = 1, 0
     with torch.device("meta"):
-        classifier = AutoModelForSequenceClassification.from_config(config, dtype=dtype, attn_implementation=attention)
+        classifier = AutoModelForSequenceClassification.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     if dtype != torch.float32:
         classifier.score.float()
     return ScalarModel(classifier)
@@ -154,9 +182,10 @@ def lengths_of(rows: float, length: float) -> Tensor:
     return torch.full((max(round(rows), 1),), float(length), dtype=torch.float64)
 
 
-def microbatches_of(settings: Any, share: int) -> tuple[int, int]:
-    """(rows of a microbatch, microbatches of a step)."""
-    size = min(settings.microbatch_size or share, share)
+def microbatches_of(settings: Any, share: int, tokens: float = 0.0, limit: float | None = None) -> tuple[int, int]:
+    """(rows of a microbatch, microbatches of a step), of `share` rows of so many `tokens`, of which a microbatch has no
+    more than the `limit`."""
+    size = int(min(settings.microbatch_size or share, share, max((limit or math.inf) // max(tokens, 1), 1)))
     return size, math.ceil(share / size)
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,22 +12,24 @@ from transformers import AutoModelForSequenceClassification, PreTrainedConfig, P
 
 from rlhf.stages import adapters
 from rlhf.stages.budget import (
+    GIB,
     Case,
-    Held,
     Phase,
     causal,
+    held_by,
     ids_of,
     lengths_of,
     microbatches_of,
     num_layers,
-    phase_of,
     scalar_of,
 )
+from rlhf.stages.budget_parallel import phase_of, reading, sampling, updating
 from rlhf.stages.budget_sampling import decode, decoding, engine_of
-from rlhf.stages.footprint import PADDED, Footprint, learn, traced
+from rlhf.stages.footprint import Footprint, learn, traced
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.layout import recompute_layers
+from rlhf.stages.ppo.layout import Roles, recompute_layers
+from rlhf.stages.profile import cache_bytes_per_token
 from rlhf.stages.settings import LoraSettings
 
 
@@ -39,17 +41,65 @@ class Models:
     reference: PolicyModel
     critic: ScalarModel | None
     rewards: list[ScalarModel]
-    quantised: float
+    quantised: float = 0.0
     """Bytes that the base does not take where it is quantised."""
+
+    @property
+    def learners(self) -> list[PreTrainedModel]:
+        return [self.policy.model, *([self.critic.classifier] if self.critic else [])]
+
+    @property
+    def readers(self) -> list[PreTrainedModel]:
+        """All that read the finished answers."""
+        return [*self.learners, self.reference.model, *(scalar.classifier for scalar in self.rewards)]
+
+
+def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, float]:
+    """GiB that each of a run's roles holds all the time, and of the cache of a process that samples `num_rows`.
+
+    Weights, and for those that are trained gradients and AdamW's two moments. A tensor that several roles share counts
+    where it is met first; what is offloaded does not count.
+    """
+    policy, here = roles.policy, not settings.offload
+    named: dict[str, nn.Module | None] = {
+        "base" if settings.layout == "adapters" else "reference": roles.reference if here else None,
+        "policy": policy, "critic": roles.critic, "reward models": roles.rewards if here else None,
+    }  # fmt: skip
+    held = held_by({name: [model] for name, model in named.items() if model is not None})
+    found = {name: of_role.total for name, of_role in held.items() if of_role.total}
+    if settings.ema_decay is not None:
+        found["moving average"] = average_of(policy)
+    if settings.rollout.engine != "vllm":
+        length = settings.max_prompt_length + settings.max_new_tokens
+        at_once = min(num_rows, settings.generation_batch_size or num_rows)
+        num_bytes = roles.reference.model.dtype.itemsize
+        found["rollout cache"] = at_once * length * cache_bytes_per_token(policy.model.config, num_bytes)
+    return {name: size / GIB for name, size in found.items()}
+
+
+def described(gib: Mapping[str, float]) -> str:
+    """One line of what `memory` found."""
+    parts = ", ".join(f"{name} {size:.2g}" for name, size in gib.items())
+    return f"about {sum(gib.values()):.2g} GiB and the activations of a microbatch ({parts})"
+
+
+def average_of(policy: nn.Module) -> float:
+    """Bytes of the moving average, which is in float32."""
+    return 4.0 * sum(p.numel() for p in policy.parameters() if p.requires_grad)
 
 
 def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     """One iteration: rollout, scoring, update."""
     num_prompt, num_new = settings.max_prompt_length, settings.max_new_tokens
-    share = max(settings.rollout_batch_size // case.num_processes, 1)
+    num_minibatches = settings.num_minibatches
+    of_minibatch = case.share(
+        "ppo.rollout_batch_size / num_minibatches", settings.rollout_batch_size // num_minibatches
+    )
+    share = of_minibatch * num_minibatches
     at_once = min(settings.generation_batch_size or share, share)
-    read_at_once, _ = microbatches_of(settings, share)
-    size, num = microbatches_of(settings, max(share // settings.num_minibatches, 1))
+    cut = num_prompt + num_new, settings.microbatch_tokens
+    read_at_once, num_read = microbatches_of(settings, share, *cut)
+    size, num = microbatches_of(settings, of_minibatch, *cut)
     configs = [case.config, *([case.reward_config] if case.reward_config is not None else [])]
     engine, compiled = engine_of(settings.rollout.engine, case), settings.compile and case.is_gpu
 
@@ -65,55 +115,50 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     moments = traced(configs, run, "layers" if compiled else None)
     with torch.device("meta"):
         models = models_of(settings, case, configs)
-        learners = [models.policy, *([models.critic] if models.critic else [])]
-        waiting = [models.reference, *models.rewards]
-        held = Held().add(*learners)
-        before = held.weights
-        held.add(*waiting)
-        held.weights += sum(_size_of(config) for config in case.other_rewards) - models.quantised
-        away = held.weights - before if settings.offload else 0.0
-        if settings.ema_decay is not None:  # in float32
-            held.weights += 4 * sum(p.numel() for p in models.policy.parameters() if p.requires_grad)
-        of_policy = case.cost(models.policy.model)
-        of_critic = case.cost(models.critic.classifier) if models.critic else None
-        readers = [case.cost(models.reference.model), *(case.cost(m.classifier) for m in models.rewards)]
-    here, without = held, copy.copy(held)
-    without.weights -= away
+    learners: list[nn.Module] = [models.policy, *([models.critic] if models.critic else [])]
+    parts = held_by({"learning": learners, "waiting": [models.reference, *models.rewards]})
+    held, waiting = parts["learning"], parts["waiting"].weights
+    waiting += sum(_size_of(config, case) for config in case.other_rewards) - models.quantised
+    held.weights += waiting
+    if settings.ema_decay is not None:
+        held.weights += average_of(models.policy)
+    without = copy.copy(held)
+    without.weights -= waiting * settings.offload
+
     prompts, responses = lengths_of(share, num_prompt), lengths_of(share, num_new)
-    all_readers = [of_policy, *readers, *([of_critic] if of_critic else [])]
-    layers = num_layers(case.config)
-    rounds = math.ceil(share / at_once)
-    of_rollout = {
-        name: rounds * work for name, work in decoding(of_policy, num_prompt, num_new, at_once, layers, engine).items()
-    }
-    learning = [cost for cost in (of_policy, of_critic) if cost is not None]
+    layers, times = num_layers(case.config), settings.num_iterations
+    learning = [case.cost(model) for model in models.learners]
+    steps = settings.num_epochs * num_minibatches
     flops = sum(cost.learning(prompts, responses) for cost in learning)
     if settings.gradient_checkpointing:
         flops += sum(cost.reading(prompts, responses) for cost in learning)
     flops *= settings.num_epochs
-    steps = settings.num_epochs * settings.num_minibatches
     if settings.ptx_data is not None:
-        blocks = lengths_of(settings.ptx_batch_size / case.num_processes, settings.ptx_block_size)
-        flops += steps * of_policy.learning(0 * blocks, blocks)
-    scored = sum(cost.reading(prompts, responses) for cost in all_readers)
-    pieces = math.ceil(share / read_at_once)
-    times = settings.num_iterations
+        blocks = lengths_of(_ptx_share(settings, case), settings.ptx_block_size)
+        flops += steps * learning[0].learning(0 * blocks, blocks)
+    rounds = math.ceil(share / at_once)
+    of_rollout = decoding(learning[0], num_prompt, num_new, at_once, layers, engine)
+    scored = sum(case.cost(model).reading(prompts, responses) for model in models.readers)
     return [
         phase_of(
-            "rollout", without, case, moments, times, **{key: rounds * value for key, value in of_rollout.items()}
+            "rollout", without, case, moments, times, sampling(models.policy.model, case, engine),
+            **{name: rounds * work for name, work in of_rollout.items()},
         ),
-        phase_of("scoring", here, case, moments, times, flops=scored, passes=pieces * len(all_readers) * layers),
         phase_of(
-            "update",
-            without,
-            case,
-            moments,
-            times,
-            flops=flops,
-            passes=3 * steps * num * len(learning) * layers,
-            compiled=compiled,
+            "scoring", held, case, moments, times, reading(models.readers, case, num_read),
+            flops=scored, passes=num_read * len(models.readers) * layers,
         ),
-    ]
+        phase_of(
+            "update", without, case, moments, times,
+            updating(models.learners, case, steps, num + (settings.ptx_data is not None)),
+            flops=flops, passes=3 * steps * num * len(learning) * layers, compiled=compiled,
+        ),
+    ]  # fmt: skip
+
+
+def _ptx_share(settings: PPOSettings, case: Case) -> int:
+    """Blocks of raw text that a process reads in an optimiser step."""
+    return case.share("ppo.ptx_batch_size", settings.ptx_batch_size)
 
 
 def _score(footprint: Footprint, settings: PPOSettings, models: Models, rows: int) -> None:
@@ -125,7 +170,7 @@ def _score(footprint: Footprint, settings: PPOSettings, models: Models, rows: in
     models.reference(ids, mask, settings.max_new_tokens, settings.temperature)
     for scalar in (*([models.critic] if models.critic else []), *models.rewards):
         scalar(ids, mask)
-    footprint.at("")
+    footprint.at()
 
 
 def _update(footprint: Footprint, settings: PPOSettings, case: Case, models: Models, rows: int, num: int) -> None:
@@ -144,7 +189,7 @@ def _update(footprint: Footprint, settings: PPOSettings, case: Case, models: Mod
             return models.critic(ids[:, :-1], mask[:, :-1])[:, -num_new:].sum()
 
     def of_text() -> Tensor:
-        size, _ = microbatches_of(settings, max(settings.ptx_batch_size // case.num_processes, 1))
+        size, _ = microbatches_of(settings, _ptx_share(settings, case))
         blocks = ids_of(size, settings.ptx_block_size + 1)
         with case.autocast:
             return models.policy(blocks, torch.ones_like(blocks).bool(), settings.ptx_block_size, 1.0)[0].sum()
@@ -180,18 +225,18 @@ def _apart(
     settings: PPOSettings, case: Case, config: PreTrainedConfig, of_reward: Sequence[PreTrainedConfig]
 ) -> Models:
     kept = torch.bfloat16 if settings.weights == "bf16" else torch.float32
-    policy, reference = (PolicyModel(causal(config, PADDED, dtype)) for dtype in (kept, case.low))
+    policy, reference = (PolicyModel(causal(config, dtype)) for dtype in (kept, case.low))
     rewards = [scalar_of(one, case.low) for one in of_reward]
     if settings.layout == "shared_trunk":
         policy.value_head = fresh_head(config.get_text_config().hidden_size)
-        return Models(policy, reference, None, rewards, 0.0)
-    return Models(policy, reference, scalar_of(of_reward[0] if of_reward else config, kept), rewards, 0.0)
+        return Models(policy, reference, None, rewards)
+    return Models(policy, reference, scalar_of(of_reward[0] if of_reward else config, kept), rewards)
 
 
 def _on_one_base(
     settings: PPOSettings, case: Case, config: PreTrainedConfig, of_reward: Sequence[PreTrainedConfig]
 ) -> Models:
-    base = causal(config, PADDED, case.low).requires_grad_(False)
+    base = causal(config, case.low).requires_grad_(False)
     quantised = bytes_saved(base, settings.quantization)
     policy = adapters.shared_copy(base)
     adapters.add_lora(policy, settings.lora)
@@ -216,9 +261,12 @@ def bytes_saved(base: PreTrainedModel, quantization: str | None) -> float:
     return sum(weight.numel() * (weight.element_size() - size) for weight in linear)
 
 
-def _size_of(config: PreTrainedConfig) -> float:
-    """Bytes of a sequence classifier in float32."""
-    model = AutoModelForSequenceClassification.from_config(copy.deepcopy(config))
+def _size_of(config: PreTrainedConfig, case: Case) -> float:
+    """Bytes of a sequence classifier: an encoder in float32, a decoder in the autocast type but for its head."""
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(copy.deepcopy(config), dtype=torch.float32)
+    if isinstance(getattr(model, "score", None), nn.Linear):  # as `reward_models` tells them apart
+        model.base_model.to(case.low)
     return float(sum(parameter.nbytes for parameter in model.parameters()))
 
 

@@ -7,21 +7,20 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from rlhf.stages.budget import Case, causal, ids_of, lengths_of
+from rlhf.stages.engines.choice import is_known
 from rlhf.stages.engines.sampling import draw, shaped
-from rlhf.stages.engines.static import FAMILIES
+from rlhf.stages.engines.static import PREFILL_TOKENS
 from rlhf.stages.engines.twin import Twin
 from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, Moments, traced
-from rlhf.stages.models import PolicyModel
-from rlhf.stages.profile import Cost
-
-PROMPT_TOKENS = 2**15  # that the static engine reads at once
+from rlhf.stages.models import LOGITS_AT_ONCE
+from rlhf.stages.profile import Cost, cache_bytes_per_token
 
 
 def sampled(case: Case, num_prompt: int, num_new: int, rows: int) -> Moments:
     """Moments of sampling from a plain model of the stage's config."""
 
     def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
-        model = causal(configs[0], PADDED).eval()
+        model = causal(configs[0]).eval()
         with footprint.of(model), torch.no_grad():
             decode(footprint, "sampling", engine_of("auto", case), model, case, num_prompt, num_new, rows)
 
@@ -29,9 +28,8 @@ def sampled(case: Case, num_prompt: int, num_new: int, rows: int) -> Moments:
 
 
 def engine_of(asked: str, case: Case) -> str:
-    """As `engines.choice.make_engine` chooses."""
-    known = case.config.get_text_config().model_type in FAMILIES
-    return asked if asked != "auto" else "static" if known else "transformers"
+    """What `auto` comes to for the stage's model."""
+    return asked if asked != "auto" else "static" if is_known(case.config) else "transformers"
 
 
 def decode(
@@ -45,7 +43,7 @@ def decode(
     elif engine == "transformers":
         with case.autocast:
             _decode_with_cache(footprint, name, model, num_prompt, num_new, rows)
-    footprint.at("")
+    footprint.at()
 
 
 def _decode_in_slots(
@@ -57,17 +55,16 @@ def _decode_in_slots(
     config._attn_implementation = ATTENTION
     with footprint.making("weights"):
         twin.take()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = 2, config.num_hidden_layers, rows, heads, num_prompt + num_new, width
     with footprint.making("cache"):
-        slots = torch.zeros(shape, dtype=case.low)
+        size = cache_bytes_per_token(config, case.low.itemsize) * rows * (num_prompt + num_new)
+        slots = torch.zeros(size, dtype=torch.uint8)
     for length in (num_prompt, 1):
         footprint.at(f"{name}, last token" if length == 1 else name)
-        at_once = max(min(rows, PROMPT_TOKENS // length), 1)
+        at_once = max(min(rows, PREFILL_TOKENS // length), 1)
         hidden = twin.states(ids_of(at_once, length), ids_of(at_once, length))
         del hidden
-        logits = twin.logits(torch.zeros(rows, config.hidden_size, dtype=case.low))
+        drawn = rows if length == 1 else min(rows, max(LOGITS_AT_ONCE // twin.vocab_size, 1))
+        logits = twin.logits(torch.zeros(drawn, config.hidden_size, dtype=case.low))
         if length > 1 or not case.is_gpu:  # a GPU draws in a kernel
             draw(shaped(logits, twin.scale, twin.softcap, 1.0))
         del logits
@@ -78,7 +75,9 @@ def _decode_in_slots(
 def _decode_with_cache(
     footprint: Footprint, name: str, model: PreTrainedModel, num_prompt: int, num_new: int, rows: int
 ) -> None:
-    """Of `generate`, whose cache grows."""
+    """Of `generate`, whose cache grows, and whose prompts are padded on the left."""
+    text = model.config.get_text_config()
+    before, text._attn_implementation = text._attn_implementation, PADDED
     for length, known in ((num_prompt, 0), (1, num_prompt + num_new - 1)):
         footprint.at(f"{name}, last token" if known else name)
         cache = DynamicCache(config=model.config)
@@ -90,11 +89,9 @@ def _decode_with_cache(
                     shape = *layer.keys.shape[:2], known, layer.keys.shape[3]
                     layer.keys, layer.values = layer.keys.new_zeros(shape), layer.values.new_zeros(shape)
         output = model(input_ids=ids_of(rows, length), cache=cache, use_cache=True, logits_to_keep=1)
-        output.logits[:, -1].float().softmax(-1)
+        (output.logits[:, -1].float() / 1.0).log_softmax(-1).softmax(-1)  # the engine's law, and what is drawn from
         del output, cache
-    footprint.at(f"{name}, log-probabilities")
-    ids = ids_of(rows, num_prompt + num_new)
-    PolicyModel(model)(ids, torch.ones_like(ids).bool(), num_new, 1.0)
+    text._attn_implementation = before
 
 
 def decoding(cost: Cost, num_prompt: int, num_new: int, rows: int, layers: int, engine: str) -> dict[str, float]:

@@ -17,46 +17,56 @@ from rlhf.stages.budget import (
     lengths_of,
     microbatches_of,
     num_layers,
-    phase_of,
     scalar_of,
 )
+from rlhf.stages.budget_parallel import phase_of, sampling, updating
 from rlhf.stages.budget_sampling import decoding, engine_of, sampled
 from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, learn, traced
 from rlhf.stages.head_loss import head_loss
 from rlhf.stages.models import PolicyModel, ScalarModel
-from rlhf.stages.packing import TOKENS_AT_ONCE
+from rlhf.stages.packing import TOKENS_AT_ONCE, read
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.train import make_optimizers
+from rlhf.stages.reward.answers import AT_ONCE as SAMPLED_AT_ONCE
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.sft.config import SFTSettings
 
-_SAMPLED_AT_ONCE = 128  # by the reward stage
+Texts = SFTSettings | RewardSettings
 
 
-def _packs(settings: SFTSettings | RewardSettings, case: Case) -> bool:
+def _packs(settings: Texts, case: Case) -> bool:
     """Whether texts are put into one row, by default on a GPU in 16 bits."""
     return (case.is_gpu and case.half) if settings.packing is None else settings.packing
 
 
-def _cut(settings: SFTSettings | RewardSettings, share: int, tokens: int, packed: bool) -> tuple[int, int]:
+def _cut(settings: Texts, share: int, tokens: int, packed: bool) -> tuple[int, int]:
     """(rows of so many tokens that are read together, passes of a step)."""
-    limit = settings.microbatch_tokens or (TOKENS_AT_ONCE if packed else math.inf)
-    size = int(min(microbatches_of(settings, share)[0], max(limit // tokens, 1)))
-    return size, math.ceil(share / size)
+    return microbatches_of(settings, share, tokens, settings.microbatch_tokens or (TOKENS_AT_ONCE if packed else None))
+
+
+def _steps(settings: Texts, case: Case) -> tuple[int, int | None]:
+    """(rows that a process has in a step, steps; None where rows were not counted)."""
+    size = settings.global_batch_size
+    share = case.share(f"{settings.stage}.global_batch_size", size)
+    if case.num_rows is None:
+        return share, None
+    size = min(size, case.num_rows)
+    return max(size // case.num_processes, 1), math.ceil(settings.num_epochs * case.num_rows / size)
 
 
 def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
     """One step of training; evaluations take less."""
     length = settings.block_size or settings.context_length
-    rows = settings.global_batch_size
+    name, rows = "global_batch_size", settings.global_batch_size
     if settings.global_batch_tokens is not None:
-        rows = max(settings.global_batch_tokens // length, 1)
-    share = max(rows // case.num_processes, 1)
+        name, rows = "global_batch_tokens / block_size", max(settings.global_batch_tokens // length, 1)
+    share = case.share(f"pretrain.{name}", rows)
     size, num = microbatches_of(settings, share)
     compiled = settings.compile and case.is_gpu
+    attention = ATTENTION if settings.attend_across_documents else PADDED
 
     def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
-        model = causal(configs[0], ATTENTION if settings.attend_across_documents else PADDED).train()
+        model = causal(configs[0], attention=attention).train()
         if settings.gradient_checkpointing:
             model.activation_checkpointing_enable()
         with footprint.of(model):
@@ -69,7 +79,7 @@ def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
 
     moments = traced([case.config], run, "all" if compiled else None)
     with torch.device("meta"):
-        model = causal(case.config, ATTENTION)
+        model = causal(case.config)
         held = Held().add(model)
         if settings.optimizer == "muon":  # which keeps one number per weight, and makes it in its first step
             held.moments = 8 * sum(p.numel() for group in make_optimizers(model, settings)[0].param_groups
@@ -78,31 +88,31 @@ def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
     texts = lengths_of(share, length)
     flops = cost.learning(torch.zeros_like(texts), texts)
     flops += settings.gradient_checkpointing * cost.reading(texts, torch.zeros_like(texts))
-    passes = 3 * num * num_layers(case.config)
-    return [phase_of("update", held, case, moments, settings.num_steps, flops=flops, passes=passes, compiled=compiled)]
+    return [
+        phase_of(
+            "update", held, case, moments, settings.num_steps, updating([model], case, num=num), flops=flops,
+            passes=3 * num * num_layers(case.config), compiled=compiled,
+        )
+    ]  # fmt: skip
 
 
 def _next_token_loss(model: PreTrainedModel, blocks: Tensor, case: Case, compiled: bool) -> Tensor:
     """As `NextTokenLoss`, which tries on numbers whether a model's logits are made straight from its states."""
     with case.autocast, torch.compiler.set_stance("force_eager"):
-        embedded = model.get_input_embeddings()(blocks[:, :-1])
-        if case.half:
-            embedded = embedded.to(torch.bfloat16)
-        hidden = model.base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-        targets = blocks[:, 1:].flatten()
+        hidden, targets = read(model, blocks[:, :-1]), blocks[:, 1:].flatten()
         return head_loss(hidden.flatten(0, 1), model.get_output_embeddings().weight, targets, compiled)[0]
 
 
 def sft(settings: SFTSettings, case: Case) -> list[Phase]:
     """One step of training."""
-    share = max(min(settings.global_batch_size, case.num_rows or math.inf) // case.num_processes, 1)
+    share, times = _steps(settings, case)
     compiled = settings.compile and case.is_gpu
     packed = _packs(settings, case)
-    size, num = _cut(settings, int(share), settings.max_length, packed)
+    size, num = _cut(settings, share, settings.max_length, packed)
     recompute = settings.args.get("activation_checkpointing") or settings.args.get("gradient_checkpointing")
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:
-        model = causal(config, ATTENTION).train()
+        model = causal(config).train()
         if settings.lora is not None:
             model.requires_grad_(False)
             adapters.add_lora(model, settings.lora)
@@ -116,9 +126,8 @@ def sft(settings: SFTSettings, case: Case) -> list[Phase]:
         def loss() -> Tensor:
             ids = ids_of(1, size * settings.max_length) if packed else ids_of(size, settings.max_length)
             with case.autocast, torch.compiler.set_stance("force_eager"):
-                hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                head = model.get_output_embeddings().weight
-                return head_loss(hidden.flatten(0, 1), head, ids.flatten(), compiled)[0]
+                hidden, head = read(model, ids).flatten(0, 1), model.get_output_embeddings().weight
+                return head_loss(hidden, head, ids.flatten(), compiled, with_hits=True)[0]
 
         with footprint.of(model):
             learn(footprint, "update", {model: loss}, num)
@@ -129,30 +138,31 @@ def sft(settings: SFTSettings, case: Case) -> list[Phase]:
         held, cost = Held().add(model), case.cost(model)
     texts = lengths_of(share, settings.max_length)
     flops = cost.learning(torch.zeros_like(texts), texts) + bool(recompute) * cost.reading(texts, 0 * texts)
-    times = None if case.num_rows is None else math.ceil(
-        settings.num_epochs * case.num_rows / min(settings.global_batch_size, case.num_rows)
-    )  # fmt: skip
-    passes = 3 * num * num_layers(case.config)
-    return [phase_of("update", held, case, moments, times, flops=flops, passes=passes, compiled=compiled)]
+    return [
+        phase_of(
+            "update", held, case, moments, times, updating([model], case, num=num), flops=flops,
+            passes=3 * num * num_layers(case.config), compiled=compiled,
+        )
+    ]  # fmt: skip
 
 
 def reward(settings: RewardSettings, case: Case) -> list[Phase]:
     """The sampling of answers, if there is one, and one step of training."""
-    share = max(min(settings.global_batch_size, case.num_rows or math.inf) // case.num_processes, 1)
+    share, times = _steps(settings, case)
     answers = case.num_answers + settings.num_sampled_answers
     packed = _packs(settings, case)
-    size, num = _cut(settings, int(share), settings.max_length * answers, packed)
+    size, num = _cut(settings, share, settings.max_length * answers, packed)
     compiled = settings.compile and case.is_gpu
 
     def build(config: PreTrainedConfig) -> ScalarModel:
-        model = scalar_of(config, attention=ATTENTION)
+        model = scalar_of(config)
         if settings.lora is not None:
             model.requires_grad_(False)
             adapters.add_lora(model.classifier, settings.lora)
         return model.train()
 
     def head_of(config: PreTrainedConfig) -> PolicyModel:
-        return PolicyModel(causal(config, ATTENTION)).requires_grad_(False)
+        return PolicyModel(causal(config)).requires_grad_(False)
 
     def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
         model = build(configs[0])
@@ -180,20 +190,22 @@ def reward(settings: RewardSettings, case: Case) -> list[Phase]:
             held.weights += head.nbytes
     texts = lengths_of(share * answers, settings.max_length)
     flops = cost.learning(texts, 0 * texts)
-    times = None if case.num_rows is None else math.ceil(
-        settings.num_epochs * case.num_rows / min(settings.global_batch_size, case.num_rows)
-    )  # fmt: skip
     layers = num_layers(case.config)
-    update = phase_of("update", held, case, moments, times, flops=flops, passes=3 * num * layers, compiled=compiled)
+    update = phase_of(
+        "update", held, case, moments, times, updating([model.classifier], case, num=num), flops=flops,
+        passes=3 * num * layers, compiled=compiled,
+    )  # fmt: skip
     if not settings.num_sampled_answers or settings.answers_from is not None:
         return [update]
     room = settings.max_length - settings.max_new_tokens
-    of_samples = sampled(case, room, settings.max_new_tokens, _SAMPLED_AT_ONCE)
-    jobs = None if case.num_rows is None else math.ceil(
-        case.num_rows * settings.num_sampled_answers / case.num_processes / _SAMPLED_AT_ONCE
+    of_samples = sampled(case, room, settings.max_new_tokens, SAMPLED_AT_ONCE)
+    batches = None if case.num_rows is None else math.ceil(
+        case.num_rows * settings.num_sampled_answers / case.num_processes / SAMPLED_AT_ONCE
     )  # fmt: skip
     with torch.device("meta"):
-        policy = causal(case.config, PADDED).requires_grad_(False)
+        policy = causal(case.config).requires_grad_(False)
         held, cost = Held().add(policy), case.cost(policy)
-    work = decoding(cost, room, settings.max_new_tokens, _SAMPLED_AT_ONCE, layers, engine_of("auto", case))
-    return [phase_of("sampling", held, case, of_samples, jobs, **work), update]
+    engine = engine_of("auto", case)
+    work = decoding(cost, room, settings.max_new_tokens, SAMPLED_AT_ONCE, layers, engine)
+    exchange = sampling(policy, case, engine)
+    return [phase_of("sampling", held, case, of_samples, batches, exchange, **work), update]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 ATTENTION, PADDED = "rlhf_footprint", "rlhf_footprint_padded"
@@ -53,13 +54,13 @@ class Footprint(TorchDispatchMode):
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._sizes: dict[int, int] = {}
         self._of_weights: set[torch.Size] = set()
-        self._moment = ""
+        self._at: tuple[str, ...] = ()
         self._making: str | None = None
         self._kept: list[Tensor] = []
 
-    def at(self, moment: str) -> None:
-        """What follows belongs to this part of the pass."""
-        self._moment = moment
+    def at(self, *moments: str) -> None:
+        """What follows belongs to these parts of the pass; to none of them, it is not looked at."""
+        self._at = moments
         self._look()
 
     @contextmanager
@@ -157,9 +158,10 @@ class Footprint(TorchDispatchMode):
         self._resize(key, size)
 
     def _look(self) -> None:
-        most = self.moments.get(self._moment)
-        if most is None or sum(self._now.values()) > sum(most.values()):
-            self.moments[self._moment] = dict(self._now)
+        for moment in self._at:
+            most = self.moments.get(moment)
+            if most is None or sum(self._now.values()) > sum(most.values()):
+                self.moments[moment] = dict(self._now)
 
 
 def traced(
@@ -173,7 +175,7 @@ def traced(
     def of(deeper: int | None) -> Moments:
         footprint = Footprint(configs[0].get_text_config().vocab_size, fused)
         run([at_depth(config, 2 if _depth(config) == deeper else 1) for config in configs], footprint)
-        return {moment: most for moment, most in footprint.moments.items() if moment}
+        return footprint.moments
 
     least = of(None)
     found = {moment: dict(most) for moment, most in least.items()}
@@ -203,26 +205,44 @@ def learn(footprint: Footprint, name: str, losses: dict[PreTrainedModel, Callabl
     """A forward and a backward pass of each model in turn, the last of `num`: if it is not the first, gradients are
     there already.
 
-    The moments are `name` and `name, end`: between them activations go and gradients grow, layer by layer, so that the
-    most is at one of the two.
+    Its moments: all until the layers' backward passes (`name`), the first and the last of these, and what follows. In
+    between activations go and gradients grow, layer by layer, so that the most is at one of the two ends.
     """
-
-    def at_the_end(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: footprint.at(f"{name}, end"))
-
     if num > 1:
         with footprint.making("gradients"):
             for parameter in (p for model in losses for p in model.parameters() if p.requires_grad):
                 parameter.grad = torch.zeros_like(parameter)
-    hooks = [layers_of(model)[0].register_forward_pre_hook(at_the_end) for model in losses]
+    hooks = [hook for model in losses for hook in _marks(footprint, name, layers_of(model))]
     for loss_of in losses.values():
         footprint.at(name)
         loss_of().backward()
         footprint.let_go()
     for hook in hooks:
         hook.remove()
-    footprint.at("")
+    footprint.at()
+
+
+def _marks(footprint: Footprint, name: str, layers: nn.ModuleList) -> Iterator[RemovableHandle]:
+    """Hooks that tell the moments of a backward pass."""
+    first, last = f"{name}, first layer", f"{name}, last layer"
+
+    def when_its_gradient_is_there(tensor: Any, *moments: str) -> None:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: footprint.at(*moments))
+
+    def output_of_all(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        when_its_gradient_is_there(output, first, *([last] if len(layers) == 1 else []))
+
+    def input_of(*moments: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _module, inputs: when_its_gradient_is_there(inputs[0] if inputs else None, *moments)
+
+    yield layers[-1].register_forward_hook(output_of_all)
+    if len(layers) > 2:
+        yield layers[-1].register_forward_pre_hook(input_of())
+    if len(layers) > 1:
+        yield layers[1].register_forward_pre_hook(input_of(last))
+    yield layers[0].register_forward_pre_hook(input_of(f"{name}, end"))
 
 
 def _without_contents(mode: FakeTensorMode, tensor: Tensor) -> Tensor:

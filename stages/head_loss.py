@@ -8,44 +8,50 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.stages.models import logit_rule
+from rlhf.stages.models import LOGITS_AT_ONCE, logit_rule
 
-LOGITS_AT_ONCE, COMPILED_AT_ONCE = 2**27, 2**28
-"""Numbers in the piece of the logits that is in memory; compiled, there are no copies of it beside."""
+COMPILED_AT_ONCE = 2 * LOGITS_AT_ONCE
+"""Numbers in the piece of the logits that is in memory where it is compiled: there are no copies of it beside."""
 
 
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, compile: bool = False) -> tuple[Tensor, Tensor]:
-    """(sum of the cross entropies, how many targets have the largest logit) of `targets` [N] under logits
+def head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, compile: bool = False, with_hits: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(sum of the cross entropies, if asked for how many targets have the largest logit) of `targets` [N] under logits
     hidden [N,d] · weight [V,d]ᵀ.
 
     The gradients are made in the forward pass, piece by piece, while a piece's logits are there, so that only so many
-    of them are in memory and none is made twice.
+    of them are in memory and none is made twice. `compile` compiles what becomes of a piece; in code that is compiled
+    as a whole, it is so anyway.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    found: tuple[Tensor, Tensor] = _HeadLoss.apply(hidden, weight, targets, torch.is_grad_enabled(), compile)
-    return found
+    total, hits = _HeadLoss.apply(hidden, weight, targets, torch.is_grad_enabled(), compile, with_hits)
+    return total, hits if with_hits else None
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool, compile: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool, compile: bool, with_hits: bool
     ) -> tuple[Tensor, Tensor]:
-        size = max((COMPILED_AT_ONCE if compile else LOGITS_AT_ONCE) // len(weight), 1)
-        read = _compiled() if compile else _read
+        inside = torch.compiler.is_compiling()
+        size = max((COMPILED_AT_ONCE if compile or inside else LOGITS_AT_ONCE) // len(weight), 1)
+        read = _compiled() if compile and not inside else _read
         head = weight.to(hidden.dtype)  # [V,d]
         total = torch.zeros((), device=hidden.device)
         correct = torch.zeros((), device=hidden.device)
         grad_hidden: list[Tensor] = []
         grad_weight = torch.zeros_like(weight) if learns and weight.requires_grad else None
         for states, labels in zip(hidden.split(size), targets.split(size), strict=True):
-            loss, hits, slopes = read(states @ head.T, labels)
-            total, correct = total + loss, correct + hits
-            if learns:  # an evaluation needs none of it
+            loss, hits, slopes = read(states @ head.T, labels, learns, with_hits)
+            total = total + loss
+            if hits is not None:
+                correct = correct + hits
+            if slopes is not None:
                 grad_hidden.append(slopes @ head)
-            if grad_weight is not None:  # not that of a head that is frozen
-                grad_weight += (slopes.T @ states).to(weight.dtype)
+                if grad_weight is not None:  # not that of a head that is frozen
+                    grad_weight += (slopes.T @ states).to(weight.dtype)
         if learns:
             ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
         ctx.mark_non_differentiable(correct)
@@ -57,22 +63,26 @@ class _HeadLoss(torch.autograd.Function):
         return (
             grad_hidden * grad.to(grad_hidden.dtype),
             None if grad_weight is None else grad_weight * grad,
-            None, None, None,
+            None, None, None, None,
         )  # fmt: skip
 
 
-def _read(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of the losses, number of hits, slopes [n,V] of that sum) of logits [n,V] and `targets` [n]."""
+def _read(
+    logits: Tensor, targets: Tensor, learns: bool, with_hits: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(sum of the losses, number of hits, slopes [n,V] of the sum if it `learns`) of logits [n,V] and `targets` [n]."""
     logprobs = logits.float().log_softmax(-1)
     labels = targets[:, None]
-    hits = (logits.argmax(-1) == targets).float().sum()
-    one_hot = labels == torch.arange(logits.shape[1], device=labels.device)
-    slopes = (logprobs.exp() - one_hot.float()).to(logits.dtype)
+    hits = (logits.argmax(-1) == targets).float().sum() if with_hits else None
+    slopes = None
+    if learns:  # an evaluation needs none
+        one_hot = labels == torch.arange(logits.shape[1], device=labels.device)
+        slopes = (logprobs.exp() - one_hot.float()).to(logits.dtype)
     return -logprobs.gather(-1, labels).sum(), hits, slopes
 
 
 @cache  # the compiler takes a second to import
-def _compiled() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _compiled() -> Callable[[Tensor, Tensor, bool, bool], tuple[Tensor, Tensor | None, Tensor | None]]:
     return torch.compile(_read)
 
 

@@ -5,11 +5,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 PASS_TOKENS = 128
-"""What a forward and backward pass is taken to cost beside its tokens, in tokens: an estimate, of which only the cuts
-depend."""
+"""What a forward and backward pass is taken to cost on a CPU beside its tokens, in tokens: an estimate, of which only
+the cuts depend."""
+PASS_TOKENS_ON_GPU = 2000
+"""The same on a GPU, which is through with its tokens before the next kernel is started: an estimate too."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +40,42 @@ def pieces(
     rows: Sequence[int] | None = None,
     num_texts: Sequence[int] | None = None,
     max_tokens: int | None = None,
+    device: str = "cpu",
+    packed: bool = False,
 ) -> list[Piece]:
     """Cut `rows` (all by default) into pieces of at most `max_rows` and `max_tokens`, longest rows first.
 
     Sorted by length and cut where it costs least, by dynamic programming: a piece costs its texts times their common
-    width, and PASS_TOKENS. A row is one text, or `num_texts` of at most its length; one that has more than
-    `max_tokens` by itself is a piece of its own. Which rows share a piece changes no sum over all of them.
+    width, and what a pass costs on this type of `device`. A row is one text, or `num_texts` of at most its length; one
+    that has more than `max_tokens` by itself is a piece of its own. `packed`, a piece is read without its padding,
+    which neither costs nor counts. Which rows share a piece changes no sum over all of them.
     """
     rows = range(len(prompt_lengths)) if rows is None else rows
     order = sorted(rows, key=lambda row: -prompt_lengths[row] - response_lengths[row])
     limit, budget = max_rows or len(order), max_tokens or math.inf
-    cost, first = [0.0] + [math.inf] * len(order), [0] * (len(order) + 1)
+    of_pass = PASS_TOKENS if device == "cpu" else PASS_TOKENS_ON_GPU
+    prompts, responses = (np.array([of[row] for row in order], float) for of in (prompt_lengths, response_lengths))
+    texts = np.array([num_texts[row] for row in order] if num_texts else [1] * len(order), float)
+    texts_before, tokens_before = (np.cumsum([0, *x]) for x in (texts, texts * (prompts + responses)))
+    cost, first = np.zeros(len(order) + 1), [0] * (len(order) + 1)
     for end in range(1, len(order) + 1):
-        num_prompt = num_response = texts = 0
-        for start in range(end - 1, max(end - limit, 0) - 1, -1):
-            num_prompt = max(num_prompt, prompt_lengths[order[start]])
-            num_response = max(num_response, response_lengths[order[start]])
-            texts += num_texts[order[start]] if num_texts else 1
-            tokens = texts * (num_prompt + num_response)
-            if tokens > budget and start < end - 1:
-                break
-            total = cost[start] + PASS_TOKENS + tokens
-            if total < cost[end]:
-                cost[end], first[end] = total, start
+        start = max(end - limit, 0)  # of all pieces from here on that end there
+        if packed:
+            tokens = tokens_before[end] - tokens_before[start:end]
+        else:  # of the rows before `end`, prompts and responses are as wide as the widest from there on
+            for widths in (prompts, responses):
+                np.maximum(widths[start:end], widths[end - 1], out=widths[start:end])
+            tokens = (texts_before[end] - texts_before[start:end]) * (prompts[start:end] + responses[start:end])
+        total = cost[start:end] + tokens
+        total[:-1][tokens[:-1] > budget] = math.inf  # one row alone may be beyond it
+        best = end - 1 - int(total[::-1].argmin())  # the smallest piece of those that cost the same
+        cost[end], first[end] = total[best - start] + of_pass, best
     found, end = [], len(order)
     while end:
         taken = order[first[end] : end]
-        widths = max(prompt_lengths[row] for row in taken), max(response_lengths[row] for row in taken)
-        found.append(Piece(taken, *widths))
+        found.append(
+            Piece(taken, max(prompt_lengths[row] for row in taken), max(response_lengths[row] for row in taken))
+        )
         end = first[end]
     return found[::-1]
 

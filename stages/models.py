@@ -28,8 +28,9 @@ from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages import decoder as decoder  # registers our own model with transformers' Auto classes
 from rlhf.stages.disk import swap_folder
+from rlhf.stages.packing import laid_out, read_rows
 
-LOGITS_AT_ONCE = 2**27  # numbers: PPO has half a GiB of logits in memory, however long the responses are
+LOGITS_AT_ONCE = 2**27  # numbers: half a GiB of logits is in memory, however long the texts are
 SAFELY = {"trust_remote_code": False, "use_safetensors": True}
 """For every `from_pretrained`: a model brings no code of its own here, neither in its folder nor in a pickle."""
 SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json
@@ -114,6 +115,8 @@ class ScalarModel(nn.Module):
         self.classifier = classifier
         self.has_new_head = False
         """Whether the head was made when the model was loaded, and has learned nothing yet."""
+        self.packed = False
+        """Whether texts are read without their padding, as a model can that `packing.reads_packs`."""
         rule = getattr(classifier.config, SCORE_KEYS, None) or {}
         self.pooling: str = rule.get("pooling", "last")
         self.mean: float = rule.get("mean", 0.0)
@@ -126,9 +129,9 @@ class ScalarModel(nn.Module):
 
         With `with_hidden` also the states [B,T,d] that they were read from.
         """
-        hidden = states(self.classifier, input_ids, attention_mask)
-        values = (scalars(self.classifier.score, hidden) - self.mean) / self.std  # [B,T]
-        return (values, hidden) if with_hidden else values
+        hidden, in_rows = read_rows(self.classifier, input_ids, attention_mask, self.packed)
+        values = in_rows((scalars(self.classifier.score, hidden) - self.mean) / self.std)  # [B,T]
+        return (values, in_rows(hidden)) if with_hidden else values
 
     def pool(self, values: Tensor, response_mask: Tensor) -> Tensor:
         """Scores [B] of the responses marked in `response_mask` [B,T] from the numbers per token [B,T]."""
@@ -185,28 +188,10 @@ def fresh_head(hidden_size: int, bias: bool = False) -> nn.Linear:
 
 
 def scalars(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """One number in float32 per state: [B,T] from [B,T,d]."""
+    """One number in float32 per state: [B,T] from [B,T,d], or [N] from [N,d]."""
     with torch.autocast(hidden.device.type, enabled=False):
         bias = None if head.bias is None else head.bias.float()
         return nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
-
-
-def states(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Last hidden states [B,T,d] of a decoder, from ids [B,T] and attention mask [B,T] (True where a token is).
-
-    Each text is read from the first column on, so that no mask is needed beside the causal one and every kernel of
-    attention will do; what stands behind a text changes nothing in it. States of padding mean nothing.
-    """
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    start = attention_mask.int().argmax(-1, keepdim=True)  # [B,1]
-    ids = input_ids.gather(-1, (places + start) % len(places))
-    given = {"input_ids": ids}
-    if torch.is_autocast_enabled(ids.device.type):  # else the residual stream would be in float32 all the way
-        embedded = model.get_input_embeddings()(ids)
-        given = {"inputs_embeds": embedded.to(torch.get_autocast_dtype(ids.device.type))}
-    hidden = model.base_model(**given, use_cache=False).last_hidden_state
-    back = (places - start) % len(places)  # [B,T]
-    return hidden.gather(1, back[..., None].expand_as(hidden))
 
 
 class PolicyModel(nn.Module):
@@ -223,6 +208,8 @@ class PolicyModel(nn.Module):
         self.model = model
         self.value_head = value_head
         self.scale, self.softcap = logit_rule(model)
+        self.packed = False
+        """Whether texts are read without their padding, as a model can that `packing.reads_packs`."""
 
     def forward(
         self,
@@ -235,13 +222,19 @@ class PolicyModel(nn.Module):
         """(log-probabilities, entropies if asked for, values if there is a value head), each [B,R].
 
         Of the last R = `num_response` tokens, from ids [B,T] and attention mask [B,T] (True where a token is);
-        log-probabilities and entropies at `temperature`. The state at position t judges the token at t + 1, hence
-        the shift by one: the last token's own state is not needed.
+        log-probabilities and entropies at `temperature`; what they are at padding means nothing. The state at
+        position t judges the token at t + 1, hence the shift by one: the last token's own state is not needed.
         """
-        hidden = states(self.model, input_ids[:, :-1], attention_mask[:, :-1])[:, -num_response:]  # [B,R,d]
-        logprobs, entropies = self.read(hidden.flatten(0, 1), input_ids[:, -num_response:], temperature, with_entropy)
+        hidden, in_rows = read_rows(self.model, input_ids[:, :-1], attention_mask[:, :-1], self.packed)
+        hidden = in_rows(hidden)[:, -num_response:]  # [B,R,d]
         values = None if self.value_head is None else scalars(self.value_head, hidden)
-        return logprobs, entropies, values
+        tokens, flat = input_ids[:, -num_response:], hidden.flatten(0, 1)
+        if not self.packed:
+            return *self.read(flat, tokens, temperature, with_entropy), values
+        real = attention_mask[:, -num_response:].flatten().nonzero()[:, 0]  # padding has no logits either
+        logprobs, entropies = self.read(flat[real], tokens.flatten()[real], temperature, with_entropy)
+        logprobs = laid_out(logprobs, real, tokens.shape)
+        return logprobs, None if entropies is None else laid_out(entropies, real, tokens.shape), values
 
     def read(
         self, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool

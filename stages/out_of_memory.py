@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rlhf.data.errors import RefusedError, first_line
-from rlhf.stages import logs
+from rlhf.stages import logs, watchdog
 
 if TYPE_CHECKING:
     from rlhf.stages.runtime import Runtime
@@ -79,6 +79,7 @@ def begin(run: "Runtime[Any]") -> None:
 def doing(phase: str, ids: torch.Tensor | None = None) -> None:
     """Note what begins now, for the message and the clock of phases; `ids` [rows, tokens] are what is read."""
     _now.phase, _now.shape = phase, () if ids is None else tuple(ids.shape)
+    watchdog.moved(phase)
     if _now.run is not None:
         _now.run.phases.begin(phase)
 
@@ -115,8 +116,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def within_memory(run: "Runtime[Any]", num_rows: int, make: Callable[[], T], *models: torch.nn.Module) -> T:
     """What `make` returns; with `auto_microbatch` it is called again with half the microbatch when memory runs out.
 
-    `make` reads `num_rows` in microbatches of `run.microbatch_size` and changes nothing but gradients of the `models`,
-    which are dropped before it is tried again from the same random state: the result is what it would have been.
+    `make` reads `num_rows` in microbatches of `run.microbatch_size`, or samples them as many at a time as `at_once`
+    says, and changes nothing but gradients of the `models`, which are dropped before it is tried again from the same
+    random state: the result is what it would have been.
     """
     if not run.settings.auto_microbatch:
         return make()
@@ -134,14 +136,22 @@ def within_memory(run: "Runtime[Any]", num_rows: int, make: Callable[[], T], *mo
 
 
 def halve(run: "Runtime[Any]", num_rows: int) -> bool:
-    """Halve the microbatch of `num_rows`, say so and record it; False where it is one row already."""
-    size = min(run.microbatch_size or num_rows, num_rows)
+    """Halve what `num_rows` are read or sampled in, say so and record it; False where it is one row already."""
+    name = _bound(run)
+    size = min(at_once(run, name) or num_rows, num_rows)
     if size == 1:
         return False
     smaller = size // 2
-    run.state["microbatch_size"] = smaller
-    run.say(f"out of memory in {_where()}: microbatch_size {size} → {smaller}, the global batch stays as it is")
+    run.state[name] = smaller
+    run.say(f"out of memory in {_where()}: {name} {size} → {smaller}, the global batch stays as it is")
     return True
+
+
+def at_once(run: "Runtime[Any]", name: str) -> int | None:
+    """Rows that are read (`microbatch_size`) or sampled (`generation_batch_size`) at a time: the setting, or what
+    `auto_microbatch` has come down to; None: all."""
+    sizes = (getattr(run.settings, name), run.state.get(name))
+    return min((size for size in sizes if size), default=None)
 
 
 def let_go(device: torch.device) -> None:
@@ -174,12 +184,18 @@ def _where() -> str:
     return _now.phase + (f" of {_now.shape[0]} rows × {_now.shape[1]} tokens" if len(_now.shape) == 2 else "")
 
 
+def _bound(run: "Runtime[Any]") -> str:
+    """The setting that says how much is done at a time in this phase."""
+    name = "generation_batch_size"
+    return name if _now.phase == "sampling" and hasattr(run.settings, name) else "microbatch_size"
+
+
 def _message(run: "Runtime[Any]", said: str) -> str:
-    size = run.microbatch_size or "None, the device's whole share of a step"
+    name = _bound(run)
+    size = at_once(run, name) or "None, the device's whole share"
     needs = f"; needed all the time: {run.in_memory}" if run.in_memory else ""
     return (
-        f"out of memory in {_where()} (microbatch_size: {size}); {_memory(run.device)}{needs}; "
-        f"lower {_to_lower(run)} ({said})"
+        f"out of memory in {_where()} ({name}: {size}); {_memory(run.device)}{needs}; lower {_to_lower(run)} ({said})"
     )
 
 
@@ -201,8 +217,8 @@ def _to_lower(run: "Runtime[Any]") -> str:
     """Three settings that are not at their end yet, first those that help most in this phase."""
     settings, stage = run.settings, run.settings.stage
     at_their_end = {
-        "microbatch_size": run.microbatch_size == 1,
-        "generation_batch_size": getattr(settings, "generation_batch_size", None) == 1,
+        "microbatch_size": at_once(run, "microbatch_size") == 1,
+        "generation_batch_size": stage == "ppo" and at_once(run, "generation_batch_size") == 1,
         "gradient_checkpointing": getattr(settings, "gradient_checkpointing", False),
         "args": "activation_checkpointing" in getattr(settings, "args", {}),
         "lora": getattr(settings, "lora", None) is not None,

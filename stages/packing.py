@@ -1,20 +1,24 @@
-"""Several texts in one row without padding, each read as if it were alone.
+"""How texts are read: in rows of their own, or several in one row without padding, each as if it were alone.
 
 On a GPU attention is flash-attention's kernel for texts of unlike lengths, which torch brings along. It takes bf16 and
 fp16 alone. On a CPU the texts have their turns, and all but attention reads them together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-PACKED = "rlhf_packed"
+ATTENTION = "rlhf_causal"
+"""What transformers calls our attention. A model keeps it for good: layers that are computed again in the backward pass
+ask for it by name once more."""
 TOKENS_AT_ONCE = 2**14
 """In a row of texts, where no setting says otherwise: enough to keep a large GPU busy."""
 MULTIPLE = 128
@@ -44,18 +48,74 @@ def sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
 
-def states(trunk: nn.Module, config: Any, pack: Pack) -> Tensor:
-    """Last hidden states [1,N,d] of a pack."""
-    text, before = config.get_text_config(), config.get_text_config()._attn_implementation
-    text._attn_implementation = PACKED
-    try:
-        hidden: Tensor = trunk(
-            input_ids=pack.ids, position_ids=pack.positions, use_cache=False, cu_seq_lens_q=pack.borders,
-            cu_seq_lens_k=pack.borders, max_length_q=pack.longest, max_length_k=pack.longest,
-        ).last_hidden_state  # fmt: skip
-    finally:
-        text._attn_implementation = before
+def pack_of(ids: Tensor, mask: Tensor) -> tuple[Pack, Tensor]:
+    """The texts of padded rows [B,T], True in `mask` [B,T], as a pack, and the places [N] of their tokens in the rows,
+    counted through all rows. What fills the pack on a GPU is one text more."""
+    places = mask.flatten().nonzero()[:, 0]  # [N]
+    fill = -len(places) % MULTIPLE if ids.is_cuda else 0
+    borders = pad(mask.sum(-1).cumsum(0), (1, 0))
+    if fill:
+        borders = pad(borders, (0, 1), value=len(places) + fill)
+    positions = (mask.cumsum(-1) - 1).flatten()[places]
+    texts, positions = (pad(x, (0, fill))[None] for x in (ids.flatten()[places], positions))
+    return Pack(texts, positions, borders.int(), -(-ids.shape[1] // MULTIPLE) * MULTIPLE), places
+
+
+def laid_out(numbers: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Rows [B,T,…] with `numbers` [N,…] at these places [N], counted through all rows, and 0 elsewhere."""
+    rows = numbers.new_zeros(shape.numel(), *numbers.shape[1:]).index_copy(0, places, numbers)
+    return rows.unflatten(0, shape)
+
+
+def read(model: PreTrainedModel, ids: Tensor, **given: Any) -> Tensor:
+    """Last hidden states [B,T,d] of a decoder, from ids [B,T]; `given` are further arguments of its forward."""
+    text = {"input_ids": ids}
+    if torch.is_autocast_enabled(ids.device.type):  # else the residual stream would be in float32 all the way
+        embedded = model.get_input_embeddings()(ids)
+        text = {"inputs_embeds": embedded.to(torch.get_autocast_dtype(ids.device.type))}
+    hidden: Tensor = model.base_model(**text, use_cache=False, **given).last_hidden_state
     return hidden
+
+
+def no_mask(ids: Tensor) -> Tensor:
+    """What our attention is given for a mask where it is to be causal without one.
+
+    transformers takes a mask of four axes as it is. Without one it may make its own: where it compiles, or where
+    positions begin anew.
+    """
+    return ids.new_empty((0, 0, 0, 0))
+
+
+def read_pack(model: PreTrainedModel, pack: Pack) -> Tensor:
+    """Last hidden states [1,N,d] of a decoder that `reads_packs`."""
+    return read(
+        model, pack.ids, attention_mask=no_mask(pack.ids), position_ids=pack.positions, cu_seq_lens_q=pack.borders,
+        max_length_q=pack.longest,
+    )  # fmt: skip
+
+
+def read_rows(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, packed: bool = False
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Last hidden states of a decoder, from ids [B,T] and attention mask [B,T] (True where a token is): as they were
+    read, and what lays out as [B,T,…] numbers that are made of each of them.
+
+    Each text is read from the first column on, so that no mask is needed beside the causal one and every kernel of
+    attention will do; what stands behind a text changes nothing in it. `packed`, they are in one row without padding.
+    What is laid out at padding means nothing.
+    """
+    if packed:
+        pack, tokens = pack_of(input_ids, attention_mask)
+        hidden = read_pack(model, pack)[0, : len(tokens)]  # [N,d]
+        return hidden, lambda numbers: laid_out(numbers, tokens, attention_mask.shape)
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    start = attention_mask.int().argmax(-1, keepdim=True)  # [B,1]
+    back = (places - start) % len(places)  # [B,T]
+
+    def turned_back(numbers: Tensor) -> Tensor:
+        return numbers.gather(1, back if numbers.ndim == 2 else back[..., None].expand_as(numbers))
+
+    return read(model, input_ids.gather(-1, (places + start) % len(places))), turned_back  # [B,T,d]
 
 
 def attend(
@@ -64,76 +124,125 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: [B,T,H,D] of queries [B,H,T,D], keys and values [B,G,T,D].
+
+    torch's, but for a pack, whose texts begin at `cu_seq_lens_q` [S+1], and for `no_mask`.
+    """
+    if cu_seq_lens_q is not None:
+        return _attend_in_pack(module, query, key, value, cu_seq_lens_q, sliding_window, **options), None
+    if attention_mask is not None and not attention_mask.numel():
+        attention_mask = _in_window(query, sliding_window)
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return found
+
+
+def _attend_in_pack(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: Tensor,
+    window: int | None,
+    *,
+    max_length_q: int,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
     **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function: [1,N,H,D] of queries [1,H,N,D], keys and values [1,G,N,D]."""
+) -> Tensor:
     if softcap is not None or s_aux is not None or not getattr(module, "is_causal", True):
         raise ValueError("packed texts are read by plain causal attention alone")
     if query.is_cuda:  # torch.nn.attention.varlen calls the same, with other arguments in each release of torch
-        window = {} if sliding_window is None else {"window_size_left": sliding_window - 1, "window_size_right": 0}
+        limits = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
         q, k, v = (tensor.to(half).transpose(1, 2)[0] for tensor in (query, key, value))  # rotated ones may be float32
-        found = torch.ops.aten._flash_attention_forward(
-            q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, dropout, True, False, scale=scaling,
-            **window,
-        )  # fmt: skip
-        return found[0][None], None
-    sizes = cu_seq_lens_q.diff().tolist()
-    pieces = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-    read = [_attend_alone(q, k, v, dropout, scaling, sliding_window) for q, k, v in pieces]
-    return torch.cat(read, 2).transpose(1, 2), None
+        found: Tensor = torch.ops.aten._flash_attention_forward(
+            q, k, v, borders, borders, max_length_q, max_length_q, dropout, True, False, scale=scaling, **limits
+        )[0]
+        return found[None]
+    sizes = borders.diff().tolist()
+    texts = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
+    read = [_attend_alone(q, k, v, dropout, scaling, window) for q, k, v in texts]
+    return torch.cat(read, 2).transpose(1, 2)
 
 
 def _attend_alone(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> Tensor:
-    mask, length = None, query.shape[2]
-    if window is not None and window < length:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    mask = _in_window(query, window)
     return scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
 
 
-AttentionInterface.register(PACKED, attend)
+def _in_window(query: Tensor, window: int | None) -> Tensor | None:
+    """Which tokens [T,T] each of them sees, where these are less than all before it."""
+    length = query.shape[2]
+    if window is None or window >= length:
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def reads_packs(model: PreTrainedModel, autocast: AbstractContextManager[Any]) -> bool:
+    """Whether the model reads packed texts as if each were alone, on the device where it is; found by trying.
+
+    If it does, its attention is ours from then on; without packs that is torch's, as before.
+    """
+
+    def read_together(texts: Sequence[Tensor]) -> Tensor:
+        lengths = [len(text) for text in texts]
+        positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])[None]
+        borders = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=model.device)
+        return read_pack(model, Pack(torch.cat(list(texts))[None], positions, borders, max(lengths)))[0]
+
+    return _takes_ours(model, autocast, read_together)
+
+
+def reads_without_mask(model: PreTrainedModel) -> bool:
+    """The same of rows that are given `no_mask`."""
+    return _takes_ours(model, nullcontext(), lambda texts: torch.cat(
+        [read(model, text[None], attention_mask=no_mask(text))[0] for text in texts]
+    ))  # fmt: skip
 
 
 @torch.no_grad()
-def reads_packs(model: PreTrainedModel, autocast: AbstractContextManager[Any]) -> bool:
-    """Whether the model reads packed texts as if each were alone, on the device where it is; found by trying."""
-    config, device = model.config.get_text_config(), model.device
-    if not set(getattr(config, "layer_types", None) or ()) <= _PLAIN:
+def _takes_ours(
+    model: PreTrainedModel, autocast: AbstractContextManager[Any], read_texts: Callable[[Sequence[Tensor]], Tensor]
+) -> bool:
+    """Give the model our attention; whether it then reads texts as torch's lets it read each alone, else it is taken
+    back."""
+    config, ids = model.base_model.config.get_text_config(), torch.arange(1, 9, device=model.device)
+    before, was_training = config._attn_implementation, model.training
+    if before not in ("sdpa", ATTENTION) or not set(getattr(config, "layer_types", None) or ()) <= _PLAIN:
         return False
-    ids = torch.arange(1, 21, device=device) % config.vocab_size
-    texts, others = [ids[:7], ids[7:]], [ids[13:], ids[7:]]
-    was_training = model.training
+    ids %= config.vocab_size
+    texts, others, same = [ids[:3], ids[3:]], [ids[5:], ids[3:]], False
     model.eval()
     try:
         with autocast:
-            found, changed = (_states_of(model, some) for some in (texts, others))
-            alone = [model.base_model(input_ids=text[None], use_cache=False).last_hidden_state[0] for text in texts]
+            half = model.dtype != torch.float32 or torch.is_autocast_enabled(model.device.type)
+            config._attn_implementation = "sdpa"
+            alone = torch.cat([read(model, text[None])[0] for text in texts]).float()
+            config._attn_implementation = ATTENTION
+            found, changed = read_texts(texts), read_texts(others)
+        near = (found.float() - alone).abs().max() <= (0.05 if half else 0.01) * alone.abs().max()
+        same = bool(near) and torch.equal(found[3:], changed[3:])
     except (TypeError, ValueError, RuntimeError):  # an argument that it does not take, a shape the kernel does not
         return False
     finally:
+        config._attn_implementation = ATTENTION if same else before
         model.train(was_training)
-    expected = torch.cat(alone).float()
-    near = (found.float() - expected).abs().max() <= 0.05 * expected.abs().max()
-    return bool(near) and torch.equal(found[7:], changed[7:])
-
-
-def _states_of(model: PreTrainedModel, texts: list[Tensor]) -> Tensor:
-    lengths = [len(text) for text in texts]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(model.device)
-    borders = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=model.device)
-    return states(model.base_model, model.config, Pack(torch.cat(texts)[None], positions, borders, max(lengths)))[0]
+    return same
 
 
 def packs_here(asked: bool | None, device: torch.device, autocast: str) -> bool:

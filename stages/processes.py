@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from rlhf.data.errors import RefusedError
+from rlhf.stages.watchdog import collective
 
 T = TypeVar("T")
 
@@ -29,7 +30,8 @@ class Processes:
         """Sum over all processes, element by element; float64 is welcome on the CPU (some devices lack it)."""
         if self.num_processes == 1:
             return values
-        reduced = self.accelerator.reduce(values.to(self.device), reduction="sum")
+        with collective("sum"):
+            reduced = self.accelerator.reduce(values.to(self.device), reduction="sum")
         assert isinstance(reduced, torch.Tensor)
         return reduced
 
@@ -37,7 +39,8 @@ class Processes:
         """Maximum over all processes, element by element, of a vector."""
         if self.num_processes == 1:
             return values
-        gathered = self.accelerator.gather(values.to(self.device)[None])
+        with collective("max"):
+            gathered = self.accelerator.gather(values.to(self.device)[None])
         assert isinstance(gathered, torch.Tensor)
         return gathered.amax(0)
 
@@ -61,7 +64,13 @@ class Processes:
     def from_main(self, make: Callable[[], T]) -> T:
         """What `make` returns in the main process, in every process."""
         found: list[Any] = [make() if self.is_main else None]
-        return broadcast_object_list(found)[0] if self.num_processes > 1 else found[0]
+        with collective("broadcast"):
+            return broadcast_object_list(found)[0] if self.num_processes > 1 else found[0]
+
+    def wait_for_all(self) -> None:
+        """A barrier."""
+        with collective("barrier"):
+            self.accelerator.wait_for_everyone()
 
     def others(self) -> list[int]:
         """Ids of the stage's other processes on this machine."""
@@ -79,10 +88,12 @@ class Processes:
                 "(distributed_type NO, MULTI_GPU, MULTI_CPU) is supported so far"
             )
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world != self.accelerator.num_processes:
+        asked = int(os.environ.get("RLHF_NUM_PROCESSES", world))
+        if not world == asked == self.accelerator.num_processes:
             raise RefusedError(
-                f"started as {world} processes, but Accelerate sees {self.accelerator.num_processes}: each would "
-                "train alone and all would write; on CPUs set ACCELERATE_USE_CPU=true and pass --multi_gpu"
+                f"{asked} processes were asked for and WORLD_SIZE is {world}, but Accelerate sees "
+                f"{self.accelerator.num_processes}: each would train alone and all would write; on CPUs set "
+                "ACCELERATE_USE_CPU=true and pass --multi_gpu"
             )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf.stages import devices
 
@@ -171,9 +171,6 @@ class Cost:
 def cost_of(model: PreTrainedModel, num_bytes: int) -> Cost:
     """The cost of a model whose numbers are multiplied and cached in `num_bytes` each."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     output = model.get_output_embeddings()
     head = [] if output is None else [output.weight]
@@ -182,11 +179,22 @@ def cost_of(model: PreTrainedModel, num_bytes: int) -> Cost:
     return Cost(
         trunk=size,
         head=sum(weight.numel() for weight in head),
-        attention=4 * config.num_hidden_layers * heads * width,
+        attention=4 * config.num_hidden_layers * config.num_attention_heads * _head_width(config),
         weight_bytes=sum(min(p.nbytes, p.numel() * num_bytes) for p in [*trunk, *head]),  # quantised ones are smaller
-        cache_bytes=2 * config.num_hidden_layers * kv_heads * width * num_bytes,
+        cache_bytes=cache_bytes_per_token(config, num_bytes),
         trained=sum(p.numel() for p in trunk if p.requires_grad) / size,
     )
+
+
+def cache_bytes_per_token(config: PreTrainedConfig, num_bytes: int) -> int:
+    """Keys and values of a token in all layers of a decoder, whose numbers take `num_bytes` each."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * _head_width(text) * num_bytes)
+
+
+def _head_width(text: PreTrainedConfig) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 class Trace:

@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
 from rlhf.data.split import train_and_eval
-from rlhf.stages import logs, out_of_memory, profile, stopping
+from rlhf.stages import logs, out_of_memory, profile, stopping, watchdog
 from rlhf.stages.artifact import AnyStage, Artifact, identify, refuse_damaged_model, remove_temporaries, seal
 from rlhf.stages.checkpoints import (
     CannotWrite,
@@ -88,7 +88,10 @@ class Runtime(Processes, Generic[AnyStage]):
         self._trackers = logs.Trackers(settings, folder, self.say)
         wanted = self.is_main and not evaluate_only and "RLHF_PROFILE" in os.environ
         self._trace = profile.Trace(folder, settings.stage, self.phases, self.say) if wanted else None
-        self.stopping = stopping.Stopping(folder, settings.stop_within, self.say, self._tell, self.others())
+        dog = watchdog.Watchdog(folder, self.rank, self.num_processes, settings.stop_hung_after)
+        self.stopping = stopping.Stopping(
+            folder, settings.stop_within, self.say, self._tell, self.others(), dog if self.num_processes > 1 else None
+        )
         if not evaluate_only:  # which has nothing to save
             self.write_status("running", 0)
             self.stopping.start()
@@ -208,7 +211,7 @@ class Runtime(Processes, Generic[AnyStage]):
             if self.is_main:
                 with saying_what_cannot_be_written(self.folder, what):
                     action()
-            self.accelerator.wait_for_everyone()
+            self.wait_for_all()
 
     def seed(self, per_process: bool = False, step: int = 0) -> None:
         """Restart the random streams: equal everywhere for new weights, one per process for sampling (and `step`)."""
@@ -224,6 +227,7 @@ class Runtime(Processes, Generic[AnyStage]):
 
     def step_is_done(self, step: int) -> None:
         """`step` steps are behind: for the trace, if one is wanted."""
+        watchdog.moved(step=step)
         if self._trace is not None:
             with self.clock_stopped(), saying_what_cannot_be_written(self.folder, "profile"):
                 self._trace.at(step)
@@ -345,6 +349,7 @@ class Runtime(Processes, Generic[AnyStage]):
         self.phases.forget()
         if self._trace is not None:
             self._trace.begin(step, self.num_steps)
+        watchdog.moved(step=step)
         self.stopping.training = True
 
     # -- the end ------------------------------------------------------------------------------------------
@@ -369,7 +374,7 @@ class Runtime(Processes, Generic[AnyStage]):
         if self.settings.auto_microbatch and self.microbatch_size:
             metrics["microbatch_size"] = self.microbatch_size
         metrics["peak_gib"] = self._peak_gib()
-        self.accelerator.wait_for_everyone()
+        self.wait_for_all()
         with self.stopping.saving():
             if self.is_main:
                 with saying_what_cannot_be_written(self.folder, "manifest.json"):
@@ -407,7 +412,7 @@ def run_stage(train: Callable[[str], Any]) -> None:
         if stopping.is_for_want_of_another(error):
             stopping.end_process(stopping.tell_loss())
         refused = isinstance(error, RefusedError)
-        message = str(error) if refused else f"{type(error).__name__}: {error}"
+        message = str(error) if refused else f"{type(error).__name__}: {error}{watchdog.here()}"
         logs.tell_failure(folder, "refused" if refused else "failed", message)
         if os.environ.get("RLHF_DEBUG"):
             print(mask(traceback.format_exc()), file=sys.stderr)

@@ -83,7 +83,7 @@ class StageSettings(Settings):
     """Fields that name a `module:function`; the module's source takes part in the key."""
     not_in_key: ClassVar[frozenset[str]] = frozenset(
         {"max_dropped", "log_every", "save_every", "microbatch_size", "auto_microbatch", "max_skipped", "report_to"}
-        | {"stop_within"}
+        | {"stop_within", "stop_hung_after"}
     )
     """Fields that cannot change the result."""
 
@@ -112,6 +112,9 @@ class StageSettings(Settings):
     stop_within: float = Field(30.0, gt=0)
     """Seconds after a signal (SIGTERM, SIGINT, SIGUSR1) until the stage is gone, its state saved if the step under way
     ends in time."""
+    stop_hung_after: float = Field(3600.0, gt=0)
+    """Seconds in which none of several processes begins or ends anything in training, until they end themselves and say
+    which one hangs; more than the longest save, evaluation or rollout takes."""
     attempt: int = Field(0, ge=0)
     """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""
 

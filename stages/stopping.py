@@ -4,12 +4,15 @@
 - In training it is asked at the end of each step (`code`), saves and leaves.
 - When a step, an evaluation or the sampling takes too long for that, it leaves where it is; the last checkpoint stands.
 - A second signal ends it at once.
+- When another of its processes has died, or all stand still (`watchdog`), it says which one and ends with code 1.
 
 Python calls a handler between two of its own instructions. A library that does not come back, such as a reduction
 whose other process is gone, is ended from a thread, which hears of signals through a pipe.
 """
 
+import faulthandler
 import json
+import math
 import os
 import re
 import select
@@ -27,6 +30,7 @@ from rlhf.data.errors import Stopped
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.signals import SECONDS_OF_ECHO, SIGNALS, exit_code, forget, is_alive, is_echo
+from rlhf.stages.watchdog import Watchdog
 
 SHARE_TO_FINISH = 0.8
 """Of `stop_within`: so long what is under way may take. The rest is for a save that has begun, and for leaving."""
@@ -45,12 +49,20 @@ class Tell(Protocol):
 
 
 class Stopping:
-    """The signals of one stage in this process. `others` are the ids of its other processes on this machine."""
+    """The signals of one stage in this process. `others` are the ids of its other processes on this machine, which
+    `watchdog` knows by rank; without others there is none."""
 
     def __init__(
-        self, folder: Path, stop_within: float, say: Callable[[str], None], tell: Tell, others: Sequence[int] = ()
+        self,
+        folder: Path,
+        stop_within: float,
+        say: Callable[[str], None],
+        tell: Tell,
+        others: Sequence[int] = (),
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.folder, self.stop_within, self._say, self._tell, self.others = folder, stop_within, say, tell, others
+        self.watchdog = watchdog
         self.code = 0
         """Exit code that goes with the signal that came."""
         self.training = False
@@ -66,6 +78,8 @@ class Stopping:
         close()
         _current = self
         forget()
+        if self.watchdog is not None:
+            self.watchdog.start()
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         heard, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -105,8 +119,10 @@ class Stopping:
     def tell_left(self) -> tuple[int, str]:
         """Say in status.json how it ended, unless another process did; the exit code, and the same in words."""
         if self.a_process_is_gone() and not self.is_told():
-            self._tell("failed", 0, LOST)
-            return 1, LOST
+            dead = self.watchdog.dead() if self.watchdog is not None else None
+            message = LOST if dead is None else f"{LOST} It was {dead.name}, last seen {dead}"
+            self._tell("failed", 0, message)
+            return 1, message
         found = None
         with suppress(OSError):  # the thread may look while a checkpoint is swapped in
             found = newest_checkpoint(self.folder)
@@ -147,11 +163,16 @@ class Stopping:
 
     def _watch(self, heard: int) -> None:
         """The last resort: end the process when the time is over and the main thread has not come to it."""
-        due: float | None = None
+        due = math.inf
+        interval = math.inf if self.watchdog is None else self.watchdog.interval
         while True:
-            left = None if due is None else max(due - monotonic(), 0.0)
-            if not select.select([heard], [], [], left)[0]:
-                self._end()
+            left = min(max(due - monotonic(), 0.0), interval)
+            if not select.select([heard], [], [], None if left == math.inf else left)[0]:
+                if monotonic() >= due:
+                    self._end()
+                if self.watchdog is not None and (standstill := self.watchdog.look(self.training)):
+                    self._end_standstill(standstill)
+                continue
             byte = os.read(heard, 1)
             if byte in (_END, b""):
                 os.close(heard)
@@ -159,7 +180,7 @@ class Stopping:
             # Not ours: other signals, and those of another owner of the handlers.
             if byte[0] not in SIGNALS or signal.getsignal(byte[0]) != self._on_signal:
                 continue
-            if self._since is None or due is None:
+            if self._since is None:
                 self._since = monotonic()
                 due = self._since + (SECONDS_TO_UNWIND if self.a_process_is_gone() else self.stop_within)
                 self._number = byte[0]
@@ -174,6 +195,15 @@ class Stopping:
         except OSError:  # a full disk must not keep it alive
             code = self.code
         os._exit(code)
+
+    def _end_standstill(self, message: str) -> NoReturn:
+        """The same where the stage stands still; where in the code this process is goes to stderr."""
+        with suppress(OSError):
+            if not self.is_told():
+                self._tell("failed", 0, message)
+            os.write(2, f"{message}\n".encode())
+            faulthandler.dump_traceback(2)
+        os._exit(1)
 
 
 _current: Stopping | None = None

@@ -21,7 +21,7 @@ from rlhf.stages.models import LOGITS_AT_ONCE
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "rlhf_decoder"})
 """Model types whose sampling is tested against their own forward pass."""
-_PREFILL_TOKENS = 2**15  # that one forward pass reads, which bounds its activations
+PREFILL_TOKENS = 2**15  # that one forward pass reads, which bounds its activations
 _FEWEST = 8  # rows of a step on a GPU: fewer are not faster, and code that is compiled for one row is good for no other
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All but cuDNN's, which takes some 60 ms to plan for every new shape."""
@@ -194,7 +194,7 @@ class _Writing:
 
     def _batches(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Prompts that are read at a time."""
-        size = max(_PREFILL_TOKENS // max(map(len, prompts)), 1)
+        size = max(PREFILL_TOKENS // max(map(len, prompts)), 1)
         for start in range(0, len(prompts), size):
             yield prompts[start : start + size]
 

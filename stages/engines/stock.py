@@ -66,7 +66,7 @@ class TransformersEngine:
         return Responses(tokens.masked_fill(~counted, pad_token_id), logprobs.masked_fill(~counted, 0.0), counted)
 
 
-class _Law(LogitsProcessor):  # type: ignore[misc]
+class _Law(LogitsProcessor):
     """Divides logits by the temperature, and keeps of each step the log-probability of the token that was drawn."""
 
     def __init__(self, temperature: float) -> None:

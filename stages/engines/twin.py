@@ -112,6 +112,13 @@ class _Product(nn.Module):
         self.layers = tuple(layers)  # not as modules: their weights are not this tree's
         self.give_back()
 
+    def give_back(self) -> None:
+        self.weight: Tensor | None = None  # [sum of outputs, inputs]
+        self.bias: Tensor | None = None
+        self.down: Tensor | None = None  # [sum of ranks, inputs]
+        self.up: Tensor | None = None  # [sum of outputs, sum of ranks]
+        self.parts: dict[int, Tensor] = {}
+
     def take(self, dtype: torch.dtype) -> None:
         bases = [_base(layer) for layer in self.layers]
         weights = [base.weight.T if isinstance(base, Conv1D) else base.weight for base in bases]
@@ -123,13 +130,6 @@ class _Product(nn.Module):
             pairs = [_adapter(layer, weight) for layer, weight in zip(self.layers, weights, strict=True)]
             self.down = torch.cat([down for down, _ in pairs]).to(dtype)
             self.up = torch.block_diag(*(up for _, up in pairs)).to(dtype)
-
-    def give_back(self) -> None:
-        self.weight: Tensor | None = None  # [sum of outputs, inputs]
-        self.bias: Tensor | None = None
-        self.down: Tensor | None = None  # [sum of ranks, inputs]
-        self.up: Tensor | None = None  # [sum of outputs, sum of ranks]
-        self.parts: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None

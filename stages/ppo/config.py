@@ -69,6 +69,8 @@ class PPOSettings(StageSettings):
         "on_unhealthy",
         "offload",
         "gradient_checkpointing",
+        "microbatch_tokens",
+        "packing",
         "compile",
     }
 
@@ -99,6 +101,13 @@ class PPOSettings(StageSettings):
     """Keep reference and reward models in the CPU's memory while they are not needed."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, slower updates."""
+
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Tokens per forward pass on one device, padding included where it is read; episodes of like length share one. By
+    default there is no limit but microbatch_size; where that does not fit, try 16384, which keeps a large GPU busy."""
+    packing: bool | None = None
+    """Read several episodes as one row, without padding; they do not see each other. By default on a GPU in bf16 or
+    fp16, where attention has a kernel for it. What a step learns from stays the same."""
 
     weights: Literal["fp32", "bf16"] = "fp32"
     """What trained weights, their gradients and AdamW's moments are kept in. bf16 halves their memory; steps below a

@@ -24,7 +24,7 @@ from rlhf.stages.out_of_memory import within_memory
 from rlhf.stages.ppo.config import PPOSettings, RolloutSettings
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
 from rlhf.stages.ppo.rewards import Rewards, load_rewards, response_texts
-from rlhf.stages.ppo.rollout import collect, policy_engine
+from rlhf.stages.ppo.rollout import Rollout, collect, give_room, policy_engine
 from rlhf.stages.runtime import Runtime
 
 
@@ -84,15 +84,21 @@ class Evaluator:
 
     def _answers(self, policy: PolicyModel, rows: list[int]) -> list[Answer]:
         run, settings = self.run, self.run.settings
+        engine = self.engines[policy]
         if not rows:
-            self.engines[policy].generate([], settings.max_new_tokens, settings.temperature, [], 0)
+            engine.generate([], settings.max_new_tokens, settings.temperature, [], 0)
             return []
-        with run.accelerator.autocast():
-            rollout = within_memory(run, len(rows), lambda: collect(
-                self.engines[policy], policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
-                [self.asked[i] for i in rows], run.settings, [self.tokenizer.eos_token_id], self.tokenizer,
+
+        def answer() -> Rollout:
+            give_room(run, engine)
+            return collect(
+                engine, policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
+                [self.asked[i] for i in rows], settings, [self.tokenizer.eos_token_id], self.tokenizer,
                 run.microbatch_size,
-            ))  # fmt: skip
+            )  # fmt: skip
+
+        with run.accelerator.autocast():
+            rollout = within_memory(run, len(rows), answer)
         texts = response_texts(self.tokenizer, rollout.responses, rollout.mask)
         columns = (rollout.scores, rollout.kl, rollout.ended, rollout.lengths)
         return [

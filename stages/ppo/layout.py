@@ -33,12 +33,11 @@ from rlhf.stages.models import (
     save_folder,
 )
 from rlhf.stages.optimizers import trained
+from rlhf.stages.packing import packs_here, reads_packs
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
 from rlhf.stages.runtime import Runtime
-
-GIB = 2**30
 
 
 @dataclass
@@ -84,9 +83,10 @@ def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) ->
     settings = run.settings
     roles = _on_one_base(run, tokenizer) if settings.layout == "adapters" else _apart(run, tokenizer)
     roles.reference.requires_grad_(False)
-    for model in (roles.policy, roles.critic):
+    for model in (roles.policy, roles.critic, roles.reference, roles.rewards):
         if model is not None:
             model.to(run.device).eval()
+    read_without_padding(run, roles)
     if settings.compile and run.device.type == "cuda":
         # All of them: compiled layers round less, and policy and reference are compared.
         for decoder in (roles.policy.model, roles.reference.model, *_classifiers(roles)):
@@ -94,9 +94,30 @@ def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) ->
     for model in (roles.policy, roles.critic):
         if model is not None and settings.gradient_checkpointing:
             recompute_layers(model)
-    for frozen in (roles.reference, roles.rewards):
-        frozen.to("cpu" if settings.offload else run.device).eval()
+    if settings.offload:
+        for frozen in (roles.reference, roles.rewards):
+            frozen.to("cpu")
     return roles
+
+
+def read_without_padding(run: Runtime[PPOSettings], roles: Roles) -> None:
+    """Let every decoder, on the run's device, read packed texts if it can; say so where that was asked for in vain."""
+    asked, precision = run.settings.packing, run.accelerator.mixed_precision
+    readers: list[tuple[str, PolicyModel | ScalarModel, PreTrainedModel]] = [
+        ("policy", roles.policy, roles.policy.model), ("reference", roles.reference, roles.reference.model)
+    ]  # fmt: skip
+    if roles.critic is not None:
+        readers.append(("critic", roles.critic, roles.critic.classifier))
+    for reward in roles.rewards.models:
+        if isinstance(reward, ModelReward):
+            readers.append((reward.name, reward.scalar, reward.scalar.classifier))
+    for _, reader, model in readers:
+        reader.packed = packs_here(asked, run.device, precision) and reads_packs(model, run.accelerator.autocast())
+    if asked and (others := [name for name, reader, _ in readers if not reader.packed]):
+        run.say(
+            f"ppo.packing has no effect on {', '.join(others)}: the model, or its attention on this device, does not "
+            "keep texts apart"
+        )
 
 
 def _apart(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:
@@ -189,46 +210,6 @@ def recompute_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, float]:
-    """An estimate in GiB of what each role holds for the whole run, and of the rollout's cache.
-
-    Weights, and for those that are trained gradients and AdamW's two moments of the same type. A tensor that several
-    roles share counts where it is met first; what is offloaded does not count. Activations of a microbatch come on top;
-    logits stay below a GiB or two.
-    """
-    named: dict[str, nn.Module | None] = {
-        "base" if settings.layout == "adapters" else "reference": None if settings.offload else roles.reference,
-        "policy": roles.policy, "critic": roles.critic,
-        "reward models": None if settings.offload else roles.rewards,
-    }  # fmt: skip
-    seen: set[int] = set()
-    found = {}
-    for name, model in named.items():
-        total = 0
-        for parameter in () if model is None else model.parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                total += parameter.nbytes * (4 if parameter.requires_grad else 1)
-        if total:
-            found[name] = total / GIB
-    if settings.ema_decay is not None:
-        found["moving average"] = 4 * sum(parameter.numel() for parameter in trained(roles.policy).values()) / GIB
-    config = roles.policy.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    length = settings.max_prompt_length + settings.max_new_tokens
-    num_rows = min(num_rows, settings.generation_batch_size or num_rows)
-    size = 4 if roles.reference.model.dtype == torch.float32 else 2
-    found["rollout cache"] = 2 * config.num_hidden_layers * heads * width * length * num_rows * size / GIB
-    return found
-
-
-def described(gib: dict[str, float]) -> str:
-    """One line of what `memory` found."""
-    parts = ", ".join(f"{name} {size:.2g}" for name, size in gib.items())
-    return f"about {sum(gib.values()):.2g} GiB and the activations of a microbatch ({parts})"
 
 
 def keep_policy(folder: Path, policy: PolicyModel, settings: PPOSettings, tokenizer: PreTrainedTokenizerBase) -> None:

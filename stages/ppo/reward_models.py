@@ -23,7 +23,7 @@ from rlhf.data.collate import pad_examples
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.tokens import Encoded, encode_example
-from rlhf.stages.microbatches import pieces
+from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import (
     SAFELY,
     ScalarModel,
@@ -48,6 +48,15 @@ class Episodes:
     ended: Tensor  # [B] True where the response has a stop token
     prompts: Sequence[Prompt]
     responses: Sequence[str]
+    max_tokens: int | None = None
+    """Tokens that a model reads at a time, padding included; no limit by default."""
+
+    def cut(
+        self, prompts: Sequence[int], responses: Sequence[int], max_rows: int | None, packed: bool = False
+    ) -> list[Piece]:
+        """What is read together, from the lengths that prompts and responses have for a model."""
+        device = self.input_ids.device.type
+        return pieces(prompts, responses, max_rows, max_tokens=self.max_tokens, device=device, packed=packed)
 
     def row(self, number: int) -> str:
         """Row `number` (from 0) as errors show it."""
@@ -74,27 +83,30 @@ class ModelReward(nn.Module):
 
     def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> Tensor:
         """Scores [B]."""
-        if self.tokenizer is None:
-            return self._from_ids(episodes, microbatch_size)
-        return torch.cat([self._from_text(episodes, rows) for rows in _parts(episodes, microbatch_size)]).float()
+        read = self._from_ids if self.tokenizer is None else self._from_text
+        return read(episodes, microbatch_size)
 
     def _from_ids(self, episodes: Episodes, microbatch_size: int | None) -> Tensor:
         width = episodes.mask.shape[1]
         lengths = episodes.attention_mask[:, :-width].sum(-1).tolist(), episodes.mask.sum(-1).tolist()
         scores = torch.zeros(len(episodes.mask), device=episodes.mask.device)
-        for piece in pieces(*lengths, microbatch_size):
+        for piece in episodes.cut(*lengths, microbatch_size, self.scalar.packed):
             ids, attention_mask = (piece.of_text(x, width) for x in (episodes.input_ids, episodes.attention_mask))
             in_response = torch.zeros_like(attention_mask)
             in_response[:, -piece.num_response :] = piece.of_response(episodes.mask)
             scores[piece.rows] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).float()
         return scores
 
-    def _from_text(self, episodes: Episodes, rows: range) -> Tensor:
+    def _from_text(self, episodes: Episodes, microbatch_size: int | None) -> Tensor:
         assert self.tokenizer is not None
-        encoded = [self._encode(episodes, row) for row in rows]
-        device = next(self.scalar.parameters()).device
-        ids, attention_mask, in_response = (x.to(device) for x in pad_examples(encoded, self.tokenizer.pad_token_id))
-        return self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(episodes.input_ids.device)
+        encoded = [self._encode(episodes, row) for row in range(len(episodes.responses))]
+        lengths = [len(text.input_ids) for text in encoded]
+        scores = torch.zeros(len(encoded), device=episodes.input_ids.device)
+        for piece in episodes.cut([0] * len(encoded), lengths, microbatch_size, self.scalar.packed):
+            padded = pad_examples([encoded[row] for row in piece.rows], self.tokenizer.pad_token_id)
+            ids, attention_mask, in_response = (x.to(self.scalar.classifier.device) for x in padded)
+            scores[piece.rows] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(scores)
+        return scores
 
     def _encode(self, episodes: Episodes, row: int) -> Encoded:
         """Prompt and response. A response that was cut off gets no eos: its ids have none either."""
@@ -130,23 +142,22 @@ class PairReward(nn.Module):
 
     def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> Tensor:
         """Scores [B]."""
-        return torch.cat([self._read(episodes, rows) for rows in _parts(episodes, microbatch_size)]).float()
-
-    def _read(self, episodes: Episodes, rows: range) -> Tensor:
-        prompts = [prompt_text(episodes.prompts[row].messages) for row in rows]
-        responses = [episodes.responses[row] for row in rows]
+        prompts, responses = [prompt_text(prompt.messages) for prompt in episodes.prompts], list(episodes.responses)
         plain: dict[str, Any] = {"split_special_tokens": True, "verbose": False}  # "[SEP]" in a text stays text
         whole = self.tokenizer(prompts, responses, **plain)
-        for place, row in enumerate(rows):
-            excess = len(whole["input_ids"][place]) - self.max_length
-            if 0 < excess >= whole.sequence_ids(place).count(0):  # all of the prompt would not be enough
+        lengths = [len(ids) for ids in whole["input_ids"]]
+        for row, length in enumerate(lengths):
+            if 0 < length - self.max_length >= whole.sequence_ids(row).count(0):  # all of the prompt is not enough
                 raise _too_long(self, episodes, row)
-        encoded = self.tokenizer(
-            prompts, responses, truncation="only_first", max_length=self.max_length, padding=True,
-            return_tensors="pt", **plain,
-        )  # fmt: skip
-        logits: Tensor = self.classifier(**encoded.to(self.classifier.device)).logits
-        return logits[:, 0].to(episodes.input_ids.device)
+        scores = torch.zeros(len(lengths), device=episodes.input_ids.device)
+        fitting = [min(length, self.max_length) for length in lengths]
+        for piece in episodes.cut([0] * len(lengths), fitting, microbatch_size):
+            encoded = self.tokenizer(
+                [prompts[row] for row in piece.rows], [responses[row] for row in piece.rows], truncation="only_first",
+                max_length=self.max_length, padding=True, return_tensors="pt", **plain,
+            )  # fmt: skip
+            scores[piece.rows] = self.classifier(**encoded.to(self.classifier.device)).logits[:, 0].to(scores)
+        return scores
 
 
 def load_reward_model(
@@ -213,13 +224,6 @@ def _num_positions(model: PreTrainedModel) -> int:
     return (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - (
         0 if before is None else before + 1
     )
-
-
-def _parts(episodes: Episodes, size: int | None) -> list[range]:
-    """The rows in microbatches."""
-    num = len(episodes.responses)
-    size = size or num
-    return [range(start, min(start + size, num)) for start in range(0, num, size)]
 
 
 def _too_long(model: ModelReward | PairReward, episodes: Episodes, row: int) -> ValueError:

@@ -13,10 +13,12 @@ from rlhf.data.collate import pad_left
 from rlhf.data.rows import Prompt
 from rlhf.stages.engines import Engine
 from rlhf.stages.engines.choice import make_engine
+from rlhf.stages.engines.static import StaticEngine
+from rlhf.stages.engines.stock import TransformersEngine
 from rlhf.stages.engines.vllm import VLLMEngine
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel, ScalarModel
-from rlhf.stages.out_of_memory import doing
+from rlhf.stages.out_of_memory import at_once, doing
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.reward_models import Episodes
@@ -84,6 +86,12 @@ def policy_engine(run: Runtime[PPOSettings], model: PreTrainedModel) -> Engine:
     return VLLMEngine(given.server_url, run, settings.model, vocab_size, longest, folder, given.timeout)
 
 
+def give_room(run: Runtime[PPOSettings], engine: Engine) -> None:
+    """Let an engine in this process sample as many at a time as `auto_microbatch` has come down to."""
+    if isinstance(engine, StaticEngine | TransformersEngine):
+        engine.batch_size = at_once(run, "generation_batch_size")
+
+
 @torch.no_grad()
 def collect(
     engine: Engine,
@@ -101,7 +109,7 @@ def collect(
     """One response per prompt, with log-probabilities, values and scores. All models are in eval mode.
 
     `engine` samples from the policy. `asked` are the prompts as they were read, for the rewards. `microbatch_size`
-    episodes are read at a time.
+    episodes and `microbatch_tokens` tokens are read at a time.
     """
     device, pad_token_id = policy.model.device, tokenizer.pad_token_id
     doing("sampling")
@@ -114,11 +122,14 @@ def collect(
     attention_mask = torch.cat([prompt_mask, mask], dim=1)
     ended = torch.isin(responses, torch.tensor(stop_token_ids, device=device)).any(-1)
     texts = response_texts(tokenizer, responses, mask)
+    doing("the rollout", input_ids[:microbatch_size])
     with placed(device, settings.offload, reference, rewards):
         logprobs, ref_logprobs, entropy, values = torch.zeros(4, *mask.shape, device=device)
         # The critic is asked about every slot that may be rewarded, also about one after the end.
         read = after_the_end(mask) if settings.score_placement == "after_eos" else mask
-        for piece in pieces([len(ids) for ids in prompts], read.sum(-1).tolist(), microbatch_size):
+        lengths = [len(ids) for ids in prompts], read.sum(-1).tolist()
+        limit, packed = settings.microbatch_tokens, all(x.packed for x in (policy, reference, critic) if x is not None)
+        for piece in pieces(*lengths, microbatch_size, max_tokens=limit, device=device.type, packed=packed):
             text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
             doing("the rollout", text[0])
             found = read_part(policy, reference, critic, *text, piece.num_response, settings)
@@ -126,7 +137,7 @@ def collect(
                 whole[piece.rows, : piece.num_response] = part
         doing("scoring", input_ids[:microbatch_size])
         scores, parts_of_score = rewards(
-            Episodes(input_ids, attention_mask, mask, ended, asked, texts), microbatch_size
+            Episodes(input_ids, attention_mask, mask, ended, asked, texts, limit), microbatch_size
         )
     return Rollout(
         input_ids, attention_mask, mask, logprobs, sampled.logprobs.to(device), ref_logprobs, entropy, values, scores,
@@ -163,7 +174,9 @@ def placed(device: torch.device, offload: bool, *models: torch.nn.Module) -> Ite
     if offload:
         for model in models:
             model.to(device)
-    yield
-    if offload:
-        for model in models:
-            model.to("cpu")
+    try:
+        yield
+    finally:  # also when memory runs out: what is tried again begins as this did
+        if offload:
+            for model in models:
+                model.to("cpu")

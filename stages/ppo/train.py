@@ -17,16 +17,17 @@ from rlhf.data.rows import read_text
 from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.bad_numbers import count_in_a_row
+from rlhf.stages.budget_ppo import described, memory
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import check_positions, hand_over, load_tokenizer
 from rlhf.stages.out_of_memory import explained, within_memory
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Finding, Health
-from rlhf.stages.ppo.layout import described, keep_policy, load_roles, memory, prepare, put_in_place, save_critic
+from rlhf.stages.ppo.layout import keep_policy, load_roles, prepare, put_in_place, save_critic
 from rlhf.stages.ppo.objective import AdaptiveKL
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
-from rlhf.stages.ppo.rollout import Rollout, collect, policy_engine
+from rlhf.stages.ppo.rollout import Rollout, collect, give_room, policy_engine
 from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import shaped_scores, targets
 from rlhf.stages.ppo.update import Updater
@@ -73,6 +74,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     run.state["kl_coef"] = settings.kl_coef
 
     def answer(batch: list[int]) -> Rollout:
+        give_room(run, engine)
         return collect(
             engine, roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch],
             [prompts[i] for i in batch], settings, stops, tokenizer, run.microbatch_size,
@@ -121,6 +123,8 @@ def train(folder: str | Path) -> dict[str, Any]:
             raise RuntimeError(f"unhealthy at iteration {done}: {findings[0].name} (on_unhealthy: stop)")
         run.checkpoint(done, good=taken)
     metrics = {**selection.finish(folder), "findings": health.active}
+    if smaller := run.state.get("generation_batch_size"):  # by auto_microbatch
+        metrics["generation_batch_size"] = smaller
     run.on_main(lambda: save_critic(folder / "critic", roles.critic, selection.best, settings, tokenizer))
     if settings.ema_decay is not None:
         update.ema.swap(roles.policy)
@@ -190,7 +194,8 @@ def self_check(run: Runtime[PPOSettings], policy: torch.nn.Module, rollout: Roll
     """Before the first update the ratio is 1, and at the very start the KL is 0; otherwise stop and say why."""
     settings = run.settings
     exact = run.accelerator.mixed_precision == "no"
-    part = rollout.cut(pieces(rollout.prompt_lengths.tolist(), rollout.lengths.tolist(), run.microbatch_size)[0])
+    lengths, limit = (rollout.prompt_lengths.tolist(), rollout.lengths.tolist()), settings.microbatch_tokens
+    part = rollout.cut(pieces(*lengths, run.microbatch_size, max_tokens=limit)[0])
     run.unwrap(policy).check_head(part.input_ids[0][part.attention_mask[0]][None])
     with torch.no_grad():
         logprobs, _, _ = policy(part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature)

@@ -2,14 +2,15 @@
 
 import math
 from collections import defaultdict
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from rlhf.data.collate import batch_indices
 from rlhf.stages.bad_numbers import described, take_step, tell_skipped
-from rlhf.stages.microbatches import pieces
+from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.optimizers import trained
 from rlhf.stages.out_of_memory import doing, within_memory
@@ -57,10 +58,17 @@ class Updater:
         models, optimizers = [model for _, model, _ in learners], [optimizer for *_, optimizer in learners]
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
         ratios, num_measured, num_updates = Ratios(run.device), 0, 0
+        lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
+        limit, packed = settings.microbatch_tokens, all(run.unwrap(model).packed for model in models)
+
+        @cache  # a single minibatch is the same in all epochs
+        def cut(rows: tuple[int, ...], max_rows: int | None) -> list[Piece]:
+            return pieces(*lengths, max_rows, rows, max_tokens=limit, device=run.device.type, packed=packed)
+
         for step in range(num_steps):
-            minibatch = batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration)
+            minibatch = sorted(batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration))
             ptx_step = iteration * num_steps + step
-            make = partial(self._gradients, rollout, targets, minibatch, models, policy_learns, kl_coef, ptx_step)
+            make = partial(self._gradients, rollout, targets, minibatch, cut, models, policy_learns, kl_coef, ptx_step)
             stats, its_ratios, too_far = within_memory(run, size, make, *models)
             if too_far:
                 for optimizer in optimizers:
@@ -99,6 +107,7 @@ class Updater:
         rollout: Rollout,
         targets: Targets,
         minibatch: list[int],
+        cut: Callable[[tuple[int, ...], int | None], list[Piece]],
         models: list[torch.nn.Module],
         policy_learns: bool,
         kl_coef: float,
@@ -109,10 +118,9 @@ class Updater:
         # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
         num_tokens = run.sum(rollout.mask[minibatch].sum())
         num_values = run.sum(targets.value_mask[minibatch].sum())
-        lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
         stats: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
         ratios = Ratios(run.device)
-        for piece in run.accumulate(pieces(*lengths, run.microbatch_size, minibatch), *models):
+        for piece in run.accumulate(cut(tuple(minibatch), run.microbatch_size), *models):
             part, learned = rollout.cut(piece), targets.cut(piece)
             doing("the update", part.input_ids)
             found: dict[str, Tensor] = {}
@@ -190,7 +198,8 @@ class Updater:
         rows = batch_indices(len(self.ptx_blocks), settings.ptx_batch_size, step, settings.seed)
         blocks = self.ptx_blocks[run.shard(rows)].to(run.device)
         length, total = blocks.shape[1] - 1, torch.zeros((), device=run.device)
-        for piece in run.accumulate(blocks.split(run.microbatch_size or len(blocks)), self.policy):
+        fitting = max(settings.microbatch_tokens // blocks.shape[1], 1) if settings.microbatch_tokens else len(blocks)
+        for piece in run.accumulate(blocks.split(min(run.microbatch_size or fitting, fitting)), self.policy):
             doing("the update", piece)
             logprobs, _, values = self.policy(piece, torch.ones_like(piece, dtype=torch.bool), length, 1.0)
             loss = -logprobs.sum() / (settings.ptx_batch_size * length)

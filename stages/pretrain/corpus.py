@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.sources import TextSource, digest
 from rlhf.data.tokens import encode_documents
+from rlhf.stages.checkpoints import saying_what_cannot_be_written
 from rlhf.stages.disk import file_digest, replace_text
 from rlhf.stages.models import load_tokenizer, why_not_loaded
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -65,13 +67,13 @@ def prepare(run: Runtime[PretrainSettings]) -> Corpus:
             run.say("making a tokenizer from the text")
             train_tokenizer(documents.training(), settings).save_pretrained(folder)
 
-        run.on_main(lambda: _make_once(trained, _has_tokenizer, train))
+        _make_once(run, trained, _has_tokenizer, train)
         tokenizer = load_tokenizer(str(trained))
     else:
         tokenizer = existing_tokenizer(settings)
     writes = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
     folder = cache / _short_hash([_LAYOUT, text_key, writes])
-    run.on_main(lambda: _make_once(folder, _has_tokens, lambda path: write_tokens(path, documents, tokenizer, run.say)))
+    _make_once(run, folder, _has_tokens, lambda path: write_tokens(path, documents, tokenizer, run.say))
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     _tell(run, meta)
     run.on_main(lambda: _write_record(run.folder, meta, documents))
@@ -162,21 +164,29 @@ def _short_hash(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _make_once(folder: Path, is_whole: Callable[[Path], bool], make: Callable[[Path], None]) -> None:
+def _make_once(
+    run: Runtime[PretrainSettings], folder: Path, is_whole: Callable[[Path], bool], make: Callable[[Path], None]
+) -> None:
     """Let `make` fill a folder beside this one and swap it in, unless the folder is there and whole.
 
-    Stages of one run that were started by hand at the same time wait for each other.
+    All processes come here. One makes it; the others, and stages that were started by hand at the same time, wait for
+    the lock, which they do as long as it takes. On machines that share no folder, each makes its own.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / ".lock"):
-        if is_whole(folder):
-            return
-        writing = folder.with_name(f".{folder.name}.writing")
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir()
-        make(writing)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(writing, folder)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # its own: the main process is soon at the next folder
+    with ExitStack() as first:
+        if run.is_main:  # it has the lock before the others, and says how far it is
+            first.enter_context(lock)
+        run.wait_for_all()
+        with lock, saying_what_cannot_be_written(run.folder, folder.name):
+            if is_whole(folder):
+                return
+            writing = folder.with_name(f".{folder.name}.writing")
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir()
+            make(writing)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(writing, folder)
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -20,7 +20,6 @@ from rlhf.stages.artifact import read_settings
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import copy_folder
-from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import hand_over, num_positions, save_folder
 from rlhf.stages.optimizers import adamw, learning_rate_at, scaled_step, set_learning_rate, trained
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
@@ -253,6 +252,8 @@ def show_samples(
     settings = run.settings
     if not prompts or not run.is_main:
         return
+    from rlhf.stages.engines.choice import make_engine  # and PEFT with it, which takes seconds that no start should
+
     doing("sampling")
     model.eval()
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):

@@ -24,7 +24,7 @@ from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
 
 SAMPLED = "sampled.jsonl"
-_AT_ONCE = 128  # answers sampled together by each process
+AT_ONCE = 128  # answers sampled together by each process
 
 
 def with_sampled_answers(
@@ -75,7 +75,7 @@ def sample_answers(
     while len(found) < len(every):
         if run.stop_requested():
             run.stop(0)
-        batch = every[len(found) : len(found) + _AT_ONCE * run.num_processes]
+        batch = every[len(found) : len(found) + AT_ONCE * run.num_processes]
         mine = run.shard(batch)
         run.seed(per_process=True, step=len(found))
         texts = [text.strip() for text in answer(mine)] if mine else []

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.collate import pack, pad_examples
+from rlhf.data.collate import pad_examples
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Messages, Ranking
 from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages.microbatches import packs, pieces
-from rlhf.stages.packing import TOKENS_AT_ONCE, Pack, sent
+from rlhf.stages.packing import TOKENS_AT_ONCE, sent
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
 
@@ -51,34 +51,20 @@ class Batch:
     ranks: Tensor  # [N,K]
     strengths: Tensor  # [N,K], 0 where they are unknown
     mask: Tensor  # [N,K], True where there is an answer
-    packed: Pack | None = None
-    """The answers in one row, without padding, where the model is to read them so."""
-    slots: Tensor | None = None  # [A,T]: where in the pack a token lies; anywhere for padding
 
     def by_prompt(self, scores: Tensor) -> Tensor:
         """Scores [A] as [N,K], 0 where there is no answer."""
         return torch.zeros_like(self.ranks).masked_scatter(self.mask, scores)
 
 
-def collate(
-    rows: Sequence[Ranked], pad: int, device: torch.device, longest: int | None = None, multiple: int = 1
-) -> Batch:
-    """The tensors of some prompts; the width is a multiple of `multiple`. Packed, if the `longest` answer is given."""
+def collate(rows: Sequence[Ranked], pad: int, device: torch.device, multiple: int = 1) -> Batch:
+    """The tensors of some prompts; the width is a multiple of `multiple`."""
     answers = [answer for row in rows for answer in row.answers]
     ids, attention, response = pad_examples(answers, pad, multiple)
     best = torch.tensor([best for row in rows for best in row.best])
     ranks, mask = padded([row.ranks for row in rows])
     strengths, _ = padded([row.strengths or [0.0] * len(row.ranks) for row in rows])
-    packed = slots = None
-    if longest is not None:
-        texts = [answer.input_ids for answer in answers]
-        packed = Pack(*pack(texts, pad, multiple), longest)
-        places = packed.borders[: len(texts), None].long() + torch.arange(ids.shape[1])
-        packed, slots = packed.to(device), sent(device, torch.where(attention, places, 0))[0]
-    ids, attention, response, best, ranks, strengths, mask = sent(
-        device, ids, attention, response, best, ranks, strengths, mask
-    )
-    return Batch(ids, attention, response, best, ranks, strengths, mask, packed, slots)
+    return Batch(*sent(device, ids, attention, response, best, ranks, strengths, mask))
 
 
 def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,6 @@ from rlhf.stages.reward.evaluate import (
     scores_of_others,
 )
 from rlhf.stages.reward.objective import comparable, margins, ranking_loss
-from rlhf.stages.reward.scorer import Scorer
 from rlhf.stages.runtime import Runtime
 
 
@@ -79,36 +78,34 @@ def train(folder: str | Path) -> dict[str, Any]:
         adapters.checkpoint_trained_only(run.accelerator)
     optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
     run.in_memory = weights_in_memory(model, *([lm_head] if lm_head else []))
-    packed = packs_here(settings.packing, run.device, run.accelerator.mixed_precision) and reads_packs(
-        model.classifier, run.accelerator.autocast()
+    model.packed = packs_here(settings.packing, run.device, run.accelerator.mixed_precision) and reads_packs(
+        model.to(run.device).classifier, run.accelerator.autocast()
     )
-    if settings.packing and not packed:
+    if settings.packing and not model.packed:
         run.say("reward.packing has no effect: this model, or its attention on this device, does not keep texts apart")
     compiled = settings.compile and run.device.type == "cuda"
     if compiled:
         compile_layers(model)
-    multiple = MULTIPLE if run.device.type == "cuda" and (packed or compiled) else 1
-    longest = -(-max(len(a.input_ids) for row in data for a in row.answers) // MULTIPLE) * MULTIPLE if packed else None
+    multiple = MULTIPLE if compiled else 1
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
     run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
     if settings.margin_scale and all(row.strengths is None for row in data):
         run.say("reward.margin_scale has no effect: no answer in the data has a strength")
-    start, late = run.resume(), Late()
+    start, late = run.resume(), Late(run)
     for step in range(start, run.num_steps):
         learning_rate = learning_rate_at(
             step, run.num_steps, settings.learning_rate, math.ceil(settings.warmup_share * run.num_steps), 0.1
         )
         set_learning_rate(optimizer, learning_rate)
         batch = [data[i] for i in batch_indices(len(data), batch_size, step, settings.seed)]
-        late.add(step + 1, optimise(run, model, optimizer, batch, pad, lm_head, longest, multiple))
+        late.add(step + 1, optimise(run, model, optimizer, batch, pad, lm_head, multiple))
         done, last = step + 1, step + 1 == run.num_steps
         evaluate_now = last or done % settings.eval_every == 0
         told_now = evaluate_now or any(done % every == 0 for every in (settings.log_every, settings.save_every))
-        told_now |= run.stop_requested()
         for number, found in late.read(all_steps=told_now):
             taken = count_step(run, number, found)
-        if not told_now:
+        if not told_now and not late.must_end:
             continue
         row = {**(found if taken else {}), "learning_rate": learning_rate}
         if evaluate_now:
@@ -132,7 +129,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     return run.finish(metrics, hand_over(tokenizer, scorer.classifier))
 
 
-def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase) -> Scorer:
+def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase) -> ScalarModel:
     """The backbone with a new head, or a reward model with its own; scores are not normalised while it learns."""
     settings = run.settings
     assert settings.model is not None
@@ -145,9 +142,8 @@ def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerB
                 f"its scores were read with pooling '{model.pooling}', and are read with '{settings.pooling}' from now "
                 f"on; set reward.pooling={model.pooling} to go on as it was"
             )
-    scorer = Scorer(model.classifier)
-    scorer.pooling, scorer.mean, scorer.std = settings.pooling, 0.0, 1.0
-    return scorer
+    model.pooling, model.mean, model.std = settings.pooling, 0.0, 1.0
+    return model
 
 
 class LanguageHead(torch.nn.Module):
@@ -196,14 +192,12 @@ def optimise(
     batch: list[Ranked],
     pad: int,
     lm_head: PolicyModel | None = None,
-    longest: int | None = None,
     multiple: int = 1,
 ) -> dict[str, Tensor]:
     """One optimiser step; every answer is read once, and each prompt weighs the same however many it has.
 
-    Answers are packed if the length of the `longest` in all steps is given. Returns the losses, that of the ranking
-    without margins, and the gradient's norm, still on the device. Where one of them is not finite, the step was not
-    taken.
+    Padded rows are as wide as a multiple of `multiple`. Returns the losses, that of the ranking without margins, and
+    the gradient's norm, still on the device. Where one of them is not finite, the step was not taken.
     """
     settings = run.settings
     model.train()
@@ -219,16 +213,15 @@ def optimise(
     def gradients() -> Tensor:
         """Of this process's share; its losses."""
         totals = torch.zeros(2, device=run.device)
-        cut = passes(batch, mine, run.microbatch_size, settings.microbatch_tokens, packed=longest is not None)
+        cut = passes(batch, mine, run.microbatch_size, settings.microbatch_tokens, packed=run.unwrap(model).packed)
         for rows in run.accumulate(cut, model):
-            part = collate([batch[i] for i in rows], pad, run.device, longest, multiple)
+            part = collate([batch[i] for i in rows], pad, run.device, multiple=multiple)
             doing("the update", part.ids)
-            read = {} if part.packed is None else {"packed": part.packed, "slots": part.slots}
             lm_loss = torch.zeros((), device=run.device)
             if lm_head is None:
-                values = model(part.ids, part.attention, **read)
+                values = model(part.ids, part.attention)
             else:
-                values, hidden = model(part.ids, part.attention, with_hidden=True, **read)
+                values, hidden = model(part.ids, part.attention, with_hidden=True)
                 lm_loss = language_loss(lm_head, hidden, part, num_tokens)
             scores = part.by_prompt(run.unwrap(model).pool(values, part.response))
             plain = loss = of_ranking(scores, part.ranks, part.mask)

@@ -20,9 +20,10 @@ from rlhf.stages.packing import (
     TOKENS_AT_ONCE,
     Pack,
     packs_here,
+    read,
+    read_pack,
     reads_packs,
     sent,
-    states,
 )
 
 
@@ -98,17 +99,16 @@ class Reading:
 
     def losses(self, model: PreTrainedModel, passage: Passage) -> tuple[Tensor, Tensor]:
         """(sum of the cross entropies of the response tokens, how many of them have the largest logit)."""
-        if passage.packed is None:  # padding on the right is seen by no token of a causal model: no mask is needed
-            inputs = {"input_ids": passage.ids, "use_cache": False}
+        # Padding on the right is seen by no token of a causal model: no mask is needed.
         if not self.straight:
-            logits = model(**inputs).logits.flatten(0, 1)[passage.places].float()  # [M,V]
+            logits = model(input_ids=passage.ids, use_cache=False).logits.flatten(0, 1)[passage.places].float()  # [M,V]
             hits = (logits.argmax(-1) == passage.targets).float().sum()
             return cross_entropy(logits, passage.targets, reduction="sum"), hits
-        if passage.packed is None:
-            hidden = model.base_model(**inputs).last_hidden_state
-        else:
-            hidden = states(model.base_model, model.config, passage.packed)
+        hidden = read(model, passage.ids) if passage.packed is None else read_pack(model, passage.packed)
         hidden = hidden.flatten(0, 1).index_select(0, passage.places)  # [M,d]
-        return head_loss(
-            hidden, model.get_output_embeddings().weight, passage.targets, self.compiled and torch.is_grad_enabled()
-        )
+        loss, hits = head_loss(
+            hidden, model.get_output_embeddings().weight, passage.targets, self.compiled and torch.is_grad_enabled(),
+            with_hits=True,
+        )  # fmt: skip
+        assert hits is not None
+        return loss, hits

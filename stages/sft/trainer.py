@@ -40,7 +40,7 @@ class CheckpointedTrainer(SFTTrainer):
             compile_layers(self.model)
         self.checkpoint: Checkpoint | None = None
         """The one that training goes on from."""
-        self.late = Late()
+        self.late = Late(run)
         self.made = torch.zeros(2)
         """Loss and token accuracy of this process's share of a step, as parts of those of the whole."""
         self.correct: list[Tensor] = []
@@ -138,6 +138,8 @@ class CheckpointedTrainer(SFTTrainer):
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
         control = self.control
         taken = self.settle(control.should_log or control.should_save or control.should_training_stop)
+        if self.late.must_end and not control.should_training_stop:
+            control.should_save = control.should_training_stop = True
         if not taken and not control.should_training_stop:
             control.should_save = False  # a checkpoint is written after a step that was taken
         super()._maybe_log_save_evaluate(*arguments, **named)
@@ -191,15 +193,13 @@ class Restorer(TrainerCallback):
 
 
 class Reporter(TrainerCallback):
-    """Sends the trainer's log to ours and stops it, state saved, when a signal came."""
+    """Sends the trainer's log to ours."""
 
     def __init__(self, run: Runtime[SFTSettings]) -> None:
         self.run = run
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.run.step_is_done(state.global_step)
-        if self.run.stop_requested():
-            control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         names = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy")

@@ -17,10 +17,28 @@ from faults_world import processes_of, write_world
 RLHF = str(Path(sys.executable).parent / "rlhf")
 
 
-def start(home: Path, run: str) -> "subprocess.Popen[str]":
+# Text that is read by a stage; in its process 1 the fifth step waits for something that does not come.
+HANGS = """
+import os, time
+from rlhf.recipes import demo_world
+def documents():
+    return [{"text": text} for text in demo_world.documents(num=60)]
+if os.environ.get("RANK") == "1":
+    from rlhf.stages.pretrain import train
+    optimise, calls = train.optimise, []
+    def hang(*arguments):
+        calls.append(1)
+        if len(calls) == 5:
+            time.sleep(600)
+        return optimise(*arguments)
+    train.optimise = hang
+"""
+
+
+def start(home: Path, run: str, *overrides: str) -> "subprocess.Popen[str]":
     """The pretrain stage in two processes, long enough to be killed in."""
     words = [RLHF, "run", "recipe.yaml", "num_processes=2", "pretrain.num_steps=100", "--to", "pretrain"]
-    words += ["pretrain.eval_every=50", "--run-dir", str(home / run)]
+    words += ["pretrain.eval_every=50", "--run-dir", str(home / run), *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         words, cwd=home, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -66,12 +84,27 @@ def test_a_killed_process_ends_the_other_in_seconds_and_the_next_run_ends_like_a
     assert processes_of(folder) == []
     assert run.returncode == 1
     assert said.splitlines()[-1].startswith("error: pretrain: ")
+    assert f"It was rank {rank} (pid " in said
     assert "it goes on from step" in said
     again = start(home, folder.name)
     said, _ = again.communicate(timeout=300)
     assert again.returncode == 0, said
     assert "resuming from step" in said
     assert pretrain_differences(folder, home / "one") == []
+
+
+def test_a_process_that_hangs_ends_all_and_is_named_with_what_it_was_doing(home: Path) -> None:
+    (home / "hangs.py").write_text(HANGS)
+    run = start(home, "hung", "pretrain.data=hangs:documents", "stop_hung_after=3")
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 1, said
+    assert processes_of(home / "hung") == []
+    last = said.splitlines()[-1]
+    assert last.startswith("error: pretrain: it stands still: rank 1 (pid ")
+    assert "after step 4" in last
+    assert "it goes on from step 4" in last
+    [log] = (home / "hung").glob("pretrain-*/error.log")
+    assert "in hang" in log.read_text()  # where it hangs
 
 
 def process_of_rank(run: Path, rank: int) -> int:

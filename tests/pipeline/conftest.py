@@ -19,7 +19,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> FakeStages:
         module = ModuleType(f"rlhf.stages.{stage}.train")
         module.train = lambda folder, stage=stage: fake.train(stage, Path(folder))  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(launch, "stays_in_process", lambda recipe: True)  # whatever this machine has
+    monkeypatch.setattr(launch, "stays_in_process", lambda *_: True)  # whatever this machine has
     monkeypatch.setattr(report, "render", fake.render)
     return fake
 

@@ -42,7 +42,7 @@ PHASES = {
     "data": ("rlhf.stages.pretrain.train", "prepare"),
     "step": ("rlhf.stages.pretrain.train", "optimise"),
     "evaluation": ("rlhf.stages.pretrain.train", "validation_loss"),
-    "generation": ("rlhf.stages.pretrain.train", "make_engine"),
+    "generation": ("rlhf.stages.engines.choice", "make_engine"),
     "save": ("rlhf.stages.runtime", "swap_in"),
     "seal": ("rlhf.stages.runtime", "seal"),
     "report": ("rlhf.pipeline.report", "render"),
@@ -140,7 +140,7 @@ def _become(order: dict[str, Any]) -> None:
     said = os.open("said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(said, descriptor)
-    launch.stays_in_process = lambda recipe: True
+    launch.stays_in_process = lambda *_: True
     if order["phase"] != "report":  # drawing takes longer than all the rest
         report.render = lambda run_dir: (run_dir / "report.html").touch()
     if order["phase"]:

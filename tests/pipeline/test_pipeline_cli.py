@@ -47,6 +47,15 @@ def test_run_shows_stages_then_a_table_then_the_report(world: Path, stages: Fake
     assert lines[-1] == "report: runs/recipe/report.html"
 
 
+def test_help_lists_the_commands_in_the_order_in_which_they_are_wanted(rlhf: Call) -> None:
+    code, out, _ = rlhf("--help")
+    listed = [line.split()[0] for line in out[out.index("Commands:") :].splitlines()[1:] if line[2:3].strip()]
+    assert (code, listed) == (0, [
+        "run", "plan", "status", "pretrain", "sft", "reward", "ppo", "eval", "report", "estimate", "verify", "clean",
+        "chat", "data",
+    ])  # fmt: skip
+
+
 def test_plan_and_status_tell_and_touch_nothing(world: Path, stages: FakeStages, rlhf: Call) -> None:
     rlhf("run", "recipe.yaml", "--run-dir", "here")
     before = contents(world)
@@ -260,7 +269,7 @@ def test_attention_is_drawn_of_the_last_stage_or_the_named_one(
 
 def test_a_process_that_it_became_shows_no_traceback(world: Path) -> None:
     Path("broken.py").write_text("import sys\nif __name__ == '__main__':\n    raise OSError(f'no {sys.argv[1]}')\n")
-    code = "from rlhf.pipeline import cli; cli._become('broken', ['disk'])"
+    code = "from rlhf.pipeline.tools_cli import become; become('broken', ['disk'])"
     for debug, shown in (("", False), ("1", True)):
         ended = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False,
@@ -299,7 +308,7 @@ def test_a_signal_ends_with_its_code_and_says_how_to_go_on(world: Path, number: 
     stage = types.ModuleType("rlhf.stages.pretrain.train")
     stage.train = lambda folder: (Path("began").touch(), time.sleep(60))
     sys.modules["rlhf.stages.pretrain.train"] = stage
-    launch.stays_in_process = lambda recipe: True
+    launch.stays_in_process = lambda *_: True
     cli.main(["run", "recipe.yaml"])
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE, text=True)

@@ -11,26 +11,30 @@ from pipeline_world import write_recipe, write_rows
 
 from rlhf.pipeline import estimate
 
+
+def phase(total: float, seconds: float, times: int | None, sending: float = 0.0, **gib: float) -> dict[str, Any]:
+    sizes = dict.fromkeys(estimate.SIZES, 0.0) | gib
+    return {
+        "name": "update", "total_gib": total, "seconds": seconds, "seconds_sending": sending, "times": times,
+        "gib": sizes,
+    }  # fmt: skip
+
+
+ALONE = {"num_processes": 1, "machines": 1, "layout": "ddp"}
 ANSWER: dict[str, Any] = {
     "device": {"name": "H100 80GB", "gib": 79.1, "usable_gib": 72.77},
-    "num_processes": 1,
     "fits": False,
     "stages": {
         "sft": {
-            "precision": "bf16", "peak_gib": 12.34, "fits": True, "seconds": None, "changes": [],
-            "phases": [{
-                "name": "update", "total_gib": 12.34, "seconds": 0.25, "times": None,
-                "gib": {"weights": 4.0, "optimiser": 4.0, "gradients": 2.0, "activations": 2.339, "cache": 0.0,
-                        "logits": 0.001},
-            }],
+            **ALONE, "precision": "bf16", "peak_gib": 12.34, "fits": True, "seconds": None, "changes": [],
+            "peak_gib_in": {"ddp": 12.34},
+            "phases": [phase(12.34, 0.25, None, weights=4.0, optimiser=4.0, gradients=2.0, activations=2.339,
+                             logits=0.001)],
         },
         "ppo": {
-            "precision": "bf16", "peak_gib": 90.0, "fits": False, "seconds": 7200.0,
-            "phases": [{
-                "name": "update", "total_gib": 90.0, "seconds": 72.0, "times": 100,
-                "gib": {"weights": 30.0, "optimiser": 30.0, "gradients": 15.0, "activations": 15.0, "cache": 0.0,
-                        "logits": 0.0},
-            }],
+            **ALONE, "precision": "bf16", "peak_gib": 90.0, "fits": False, "seconds": 7200.0,
+            "peak_gib_in": {"ddp": 90.0},
+            "phases": [phase(90.0, 72.0, 100, weights=30.0, optimiser=30.0, gradients=15.0, activations=15.0)],
             "changes": [
                 {"settings": {"ppo.layout": "adapters"}, "peak_gib": 20.0, "fits": True},
                 {"settings": {"ppo.microbatch_size": 4, "ppo.offload": True}, "peak_gib": 80.0, "fits": False},
@@ -46,11 +50,13 @@ class Child:
     def __init__(self) -> None:
         self.request: dict[str, Any] = {}
         self.code, self.said = 0, ""
+        self.answer = ANSWER
 
     def run(self, words: list[str], input: str, **_: Any) -> subprocess.CompletedProcess[str]:
         assert words[1:] == ["-m", "rlhf.stages.estimate"]
         self.request = json.loads(input)
-        return subprocess.CompletedProcess(words, self.code, "a line of a library\n" + json.dumps(ANSWER), self.said)
+        said = "a line of a library\n" + json.dumps(self.answer)
+        return subprocess.CompletedProcess(words, self.code, said, self.said)
 
 
 @pytest.fixture
@@ -94,13 +100,77 @@ def test_the_recipe_is_asked_about_as_it_is_written(child: Child, rlhf: Call) ->
     assert "microbatch_size" not in stages["ppo"]  # which is not set, and has a default
 
 
+STAGES = ("pretrain", "sft", "reward", "ppo")
+
+
 def test_there_are_as_many_processes_as_a_run_would_have(child: Child, rlhf: Call) -> None:
     rlhf("estimate", "recipe.yaml")
-    assert (child.request["num_processes"], child.request["device"]) == (2, None)
+    assert (child.request["num_processes"], child.request["device"]) == (dict.fromkeys(STAGES, 2), None)
     rlhf("estimate", "recipe.yaml", "--device", "h100")
-    assert (child.request["num_processes"], child.request["device"]) == (1, "h100")
-    rlhf("estimate", "recipe.yaml", "--device", "h100", "num_processes=4")
-    assert child.request["num_processes"] == 4
+    assert (child.request["num_processes"], child.request["device"]) == (dict.fromkeys(STAGES, 1), "h100")
+    rlhf("estimate", "recipe.yaml", "--device", "h100", "num_processes={sft: 4}")
+    assert child.request["num_processes"] == dict.fromkeys(STAGES, 1) | {"sft": 4}
+    assert child.request["layouts"] == dict.fromkeys(STAGES, "ddp")
+
+
+def test_so_many_devices_are_so_many_processes_in_whatever_layout_fits(child: Child, rlhf: Call) -> None:
+    rlhf("estimate", "recipe.yaml", "--devices", "64xH100", "num_processes=4")
+    assert (child.request["num_processes"], child.request["device"]) == (dict.fromkeys(STAGES, 64), "H100 80GB")
+    assert child.request["layouts"] == dict.fromkeys(STAGES, None)
+
+
+def test_the_layout_is_that_of_the_stages_accelerate_config(child: Child, rlhf: Call, world: Path) -> None:
+    (world / "mine.yaml").write_text('distributed_type: "NO"\nnum_processes: 1\n')
+    (world / "half.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n")
+    configs = "accelerate_config={pretrain: fsdp2, sft: zero3, reward: half.yaml}"
+    rlhf("estimate", "recipe.yaml", configs, "--devices", "8xh100")
+    assert child.request["layouts"] == {"pretrain": "fsdp2", "sft": "zero3", "reward": "zero2", "ppo": None}
+    rlhf("estimate", "recipe.yaml", "accelerate_config=mine.yaml", "--devices", "8xh100")
+    assert child.request["layouts"] == dict.fromkeys(STAGES, "ddp")
+    rlhf("estimate", "recipe.yaml", "accelerate_config=cpu2")
+    assert child.request["num_processes"] == dict.fromkeys(STAGES, 2)
+    assert child.request["layouts"] == dict.fromkeys(STAGES, "ddp")
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM"),
+    ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", "DeepSpeed with zero_stage 1"),
+])  # fmt: skip
+def test_a_layout_of_which_nothing_is_known_is_refused(
+    child: Child, rlhf: Call, world: Path, config: str, message: str
+) -> None:
+    (world / "mine.yaml").write_text(config)
+    said = f"error: accelerate_config mine.yaml: {message} cannot be estimated; take ddp, fsdp2, zero2 or zero3\n"
+    assert rlhf("estimate", "recipe.yaml", "accelerate_config=mine.yaml", "--device", "h100") == (2, "", said)
+    assert child.request == {}
+
+
+def test_several_processes_are_told_with_their_layout_and_what_they_send(child: Child, rlhf: Call) -> None:
+    of_sft = ANSWER["stages"]["sft"] | {
+        "num_processes": 64, "machines": 8, "layout": "fsdp2", "peak_gib_in": {"ddp": 112.346, "fsdp2": 12.34},
+        "phases": [phase(12.34, 0.25, None, sending=0.125)],
+    }  # fmt: skip
+    of_ppo = ANSWER["stages"]["ppo"] | {"num_processes": 8, "changes": []}
+    child.answer = ANSWER | {"stages": {"sft": of_sft, "ppo": of_ppo}}
+    _, out, _ = rlhf("estimate", "recipe.yaml", "--devices", "64xh100")
+    lines = out.splitlines()
+    assert lines[0].split()[-4:] == ["GiB", "sending", "time", "×"]
+    assert lines[1].split()[-6:] == ["12.34", "125", "ms", "250", "ms", "?"]
+    assert lines[3:] == [
+        "H100 80GB: 79.1 GiB, 72.8 of them counted on",
+        "sft: 64 processes on 8 machines, fsdp2 (ddp would take 112.35 GiB); each 12.34 GiB in bf16, fits; "
+        "rows not counted",
+        "ppo: 8 processes, ddp; each 90.00 GiB in bf16, does not fit; about 2:00:00",
+    ]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--devices", "8xh100", "--device", "h100"), "--device and --devices: give one of the two"),
+    (("--devices", "h100"), "--devices h100: write how many of which, such as 64xH100 or 8xA100-80GB"),
+])  # fmt: skip
+def test_devices_that_are_not_told_are_refused(child: Child, rlhf: Call, words: tuple[str, ...], message: str) -> None:
+    assert rlhf("estimate", "recipe.yaml", *words) == (2, "", f"error: {message}\n")
+    assert child.request == {}
 
 
 def test_rows_that_are_here_are_counted_less_those_held_out(child: Child, rlhf: Call, world: Path) -> None:
@@ -147,10 +217,12 @@ def test_a_whole_recipe_is_told_by_the_real_process(world: Path, rlhf: Call) -> 
                   "context_length": 64, "num_steps": 10},
         sft={"data": "demonstrations.jsonl", "max_length": 64},
     )  # fmt: skip
-    code, out, err = rlhf("estimate", "recipe.yaml", "--device", "l4", "--json")
+    code, out, err = rlhf("estimate", "recipe.yaml", "--devices", "2xl4", "--json", "accelerate_config={sft: fsdp2}")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert (found["device"]["name"], found["fits"]) == ("L4", True)
-    assert list(found["stages"]) == ["pretrain", "sft"]
+    assert {stage: of_stage["layout"] for stage, of_stage in found["stages"].items()} == {
+        "pretrain": "ddp", "sft": "fsdp2"
+    }  # fmt: skip
     assert 0 < found["stages"]["pretrain"]["peak_gib"] < 1
     assert not list(world.glob("runs*"))  # nothing is written

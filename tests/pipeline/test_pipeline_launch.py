@@ -58,7 +58,7 @@ def appears(path: Path, seconds: float = 20) -> bool:
 
 def run_script(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, ending: str) -> None:
     """Run a stage whose process does `ending`."""
-    monkeypatch.setattr(launch, "stays_in_process", lambda recipe: False)
+    monkeypatch.setattr(launch, "stays_in_process", lambda *_: False)
     monkeypatch.setattr(launch, "command", lambda *_: ([sys.executable, "-c", STAGE + textwrap.dedent(ending)], {}))
     with held(Path(), 0) as lock:
         launch.run_stage("sft", Path(), recipe, lock)
@@ -88,9 +88,9 @@ def test_without_a_number_there_is_a_process_per_visible_gpu(
     for listed, number in (("", 0), ("-1", 0), ("2", 1), ("0, 1", 2), ("0,-1,1", 1), ("0,1,2,3", 3)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
         assert launch.visible_gpus() == number
-    assert not launch.stays_in_process(recipe)
+    assert not launch.stays_in_process(recipe, "sft")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert launch.stays_in_process(recipe)
+    assert launch.stays_in_process(recipe, "sft")
     environment = launch.command("sft", Path("f"), recipe.model_copy(update={"num_processes": 2}))[1]
     assert environment["ACCELERATE_USE_CPU"] == "true"
 
@@ -118,15 +118,18 @@ def test_an_accelerate_config_is_left_to_decide(recipe: Recipe, devices: Path) -
 
 def test_the_port_is_any_free_one_unless_someone_named_it(recipe: Recipe, devices: Path) -> None:
     assert " --main_process_port 0 " in words_of(recipe, num_processes=2)
-    for text in ("num_machines: 2\n", "main_process_port: 29501\n"):
+    for text in ("num_machines: 2\nnum_processes: 2\n", "main_process_port: 29501\n"):
         Path("config.yaml").write_text(text)
         assert "--main_process_port" not in words_of(recipe, accelerate_config="config.yaml")
 
 
 def test_only_a_lone_cpu_process_stays_in_this_one(recipe: Recipe, devices: Path) -> None:
-    assert launch.stays_in_process(recipe)
-    assert not launch.stays_in_process(recipe.model_copy(update={"num_processes": 2}))
-    assert not launch.stays_in_process(recipe.model_copy(update={"accelerate_config": "ddp.yaml"}))
+    assert launch.stays_in_process(recipe, "sft")
+    assert not launch.stays_in_process(recipe.model_copy(update={"num_processes": 2}), "sft")
+    assert not launch.stays_in_process(recipe.model_copy(update={"accelerate_config": "ddp.yaml"}), "sft")
+    some = recipe.model_copy(update={"num_processes": {"pretrain": 2}})
+    assert launch.stays_in_process(some, "sft")
+    assert not launch.stays_in_process(some, "pretrain")
 
 
 def test_the_status_file_decides_and_not_the_code(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +270,7 @@ def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(
     from rlhf.pipeline.recipe import load_recipe
     from rlhf.pipeline.lock import held
     import sys
-    launch.stays_in_process = lambda recipe: False
+    launch.stays_in_process = lambda *_: False
     launch.command = lambda *_: ([sys.executable, "-c", {(STAGE + "time.sleep(60)")!r}], {{}})
     with held(Path(), 0) as lock:
         launch.run_stage("sft", Path(), load_recipe("recipe.yaml"), lock)

@@ -116,7 +116,7 @@ def test_a_rerun_that_gives_the_same_model_lets_the_rest_be_reused(world: Path, 
         ("ppo.judge=nowhere:judge", "nowhere:judge"),
         ("ppo.reward_model=./nowhere", "ppo.reward_model: no folder './nowhere'"),
         ("reward.compare_with=[./nowhere]", "reward.compare_with: no folder './nowhere'"),
-        ("accelerate_config=nowhere.yaml", "accelerate_config: no file 'nowhere.yaml'"),
+        ("accelerate_config=nowhere.yaml", "accelerate_config: nowhere.yaml: no such accelerate config"),
     ],
 )
 def test_what_is_missing_for_the_last_stage_is_found_before_the_first(

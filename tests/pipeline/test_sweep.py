@@ -280,7 +280,7 @@ def test_the_command_prints_the_table_and_fails_if_a_variant_did(
 
 
 def test_real_sizes_are_trained_fitted_and_shown(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "stays_in_process", lambda recipe: True)
+    monkeypatch.setattr(launch, "stays_in_process", lambda *_: True)
     documents = {"path": "rlhf.recipes.demo_world:documents", "options": {"num": 120}}
     write_recipe(
         world,

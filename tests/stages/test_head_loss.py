@@ -1,12 +1,15 @@
 """Cross entropy straight from hidden states: the number and the gradients that all logits would give."""
 
+import math
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from stages_world import tiny_policy
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.profiler import profile
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rlhf.stages import head_loss as module
@@ -28,7 +31,7 @@ def test_pieces_of_the_logits_give_the_loss_and_the_gradients_of_all(
     logits = hidden @ weight.T
     expected = cross_entropy(logits, targets, reduction="sum")
     slopes = torch.autograd.grad(expected / 3, (hidden, weight))
-    loss, correct = head_loss(hidden, weight, targets)
+    loss, correct = head_loss(hidden, weight, targets, with_hits=True)
     (loss / 3).backward()
     torch.testing.assert_close(loss, expected)
     assert correct == (logits.argmax(-1) == targets).sum()
@@ -45,15 +48,68 @@ def test_a_frozen_head_gets_no_gradient_and_an_evaluation_makes_none() -> None:
         assert not head_loss(hidden, weight, targets)[0].requires_grad
 
 
+def test_two_equal_logits_cost_ln_2_a_token() -> None:
+    hidden, weight = torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.tensor([[2.0, 5.0], [2.0, 5.0]])
+    assert head_loss(hidden, weight, torch.tensor([0, 1]))[0].item() == pytest.approx(2 * math.log(2))
+
+
+def test_a_state_moves_towards_its_target_and_away_from_the_rest_by_their_probabilities() -> None:
+    hidden = torch.zeros(1, 2, requires_grad=True)
+    head_loss(hidden, torch.tensor([[4.0, 0.0], [0.0, 8.0]]), torch.tensor([0]))[0].backward()
+    # Probabilities are 1/2 and 1/2: the slope is (1/2 - 1) · (4, 0) + 1/2 · (0, 8).
+    assert torch.equal(hidden.grad, torch.tensor([[-2.0, 4.0]]))
+
+
+def test_an_evaluation_multiplies_with_the_head_once_a_step_thrice_and_hits_are_looked_for_when_asked_for() -> None:
+    def calls(learns: bool, with_hits: bool) -> tuple[int, ...]:
+        hidden, weight, targets = given()
+        with torch.set_grad_enabled(learns), profile() as seen:
+            _, hits = head_loss(hidden, weight, targets, with_hits=with_hits)
+        assert (hits is not None) == with_hits
+        counts = {event.key: event.count for event in seen.key_averages()}
+        return tuple(counts.get(f"aten::{name}", 0) for name in ("mm", "exp", "argmax"))
+
+    assert (calls(False, False), calls(True, False), calls(True, True)) == ((1, 0, 0), (3, 1, 0), (3, 1, 1))
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_it_is_the_same() -> None:
     hidden, weight, targets = given()
-    plain, _ = head_loss(hidden, weight, targets)
-    compiled, correct = head_loss(hidden, weight, targets, compile=True)
+    plain, hits = head_loss(hidden, weight, targets, with_hits=True)
+    compiled, correct = head_loss(hidden, weight, targets, compile=True, with_hits=True)
     torch.testing.assert_close(compiled, plain)
-    assert correct == head_loss(hidden, weight, targets)[1]
+    assert correct == hits
     expected = torch.autograd.grad(plain, (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(compiled, (hidden, weight)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch says it to itself
+@pytest.mark.parametrize("with_hits", [False, True])
+def test_within_code_that_is_compiled_as_a_whole_it_is_part_of_the_one_graph(
+    with_hits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is told to compile, which would be a compiler within a compiler."""
+    monkeypatch.setattr(module, "COMPILED_AT_ONCE", 33)  # three tokens, in code that is compiled
+    hidden, weight, targets = given()
+
+    def whole(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        loss, hits = head_loss(hidden.sin(), weight, targets, compile=True, with_hits=with_hits)
+        return loss * 2, hits
+
+    seen: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        inner = [part.graph for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        seen.append(sum("log_softmax" in str(node.target) for nodes in inner for node in nodes.nodes))
+        return graph
+
+    compiled, its_hits = torch.compile(whole, fullgraph=True, backend=count)(hidden)
+    assert seen == [3]  # pieces
+    loss, hits = head_loss(hidden.sin(), weight, targets, with_hits=with_hits)
+    torch.testing.assert_close(compiled, 2 * loss)
+    assert its_hits == hits
+    expected = torch.autograd.grad(2 * loss, (hidden, weight))
     torch.testing.assert_close(torch.autograd.grad(compiled, (hidden, weight)), expected)
 
 

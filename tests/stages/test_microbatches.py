@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import pairwise
+from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from ppo_world import LENGTHS, PROMPTS, World, make_targets, model_folders, settings
 
 from rlhf.stages import microbatches
-from rlhf.stages.microbatches import PASS_TOKENS, Piece, packs, pieces
+from rlhf.stages.microbatches import PASS_TOKENS, PASS_TOKENS_ON_GPU, Piece, packs, pieces
+from rlhf.stages.ppo import update as update_module
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.ppo.shaping import Targets, targets
 from rlhf.stages.ppo.update import Ratios
@@ -28,6 +30,32 @@ def test_a_cut_is_made_where_it_saves_more_padding_than_a_pass_costs() -> None:
     assert pieces([10, 2], [200, 8]) == [Piece([0], 10, 200), Piece([1], 2, 8)]
     # Together 128 + 2 · 110 = 348; apart 2 · 128 + 110 + 10 = 376.
     assert pieces([10, 2], [100, 8]) == [Piece([0, 1], 10, 100)]
+
+
+def test_on_a_gpu_a_pass_costs_more_so_fewer_are_made() -> None:
+    assert PASS_TOKENS_ON_GPU == 2000
+    assert pieces([10, 2], [200, 8], device="cuda") == [Piece([0, 1], 10, 200)]
+    # Together 2000 + 2 · 2010 = 6020; apart 2 · 2000 + 2010 + 10 = 6020; one token more is worth a pass.
+    assert pieces([10, 2], [2001, 8], device="cuda") == [Piece([0], 10, 2001), Piece([1], 2, 8)]
+
+
+def test_where_padding_is_not_read_a_cut_saves_nothing_and_real_tokens_count() -> None:
+    assert pieces([10, 2], [200, 8], packed=True) == [Piece([0, 1], 10, 200)]
+    # 210 + 30 fit into 240; of the others 30 · 8 do.
+    found = pieces([10] * 10, [200] + [20] * 9, max_tokens=240, packed=True)
+    assert [len(piece.rows) for piece in found] == [2, 8]
+    assert found[0] == Piece([0, 1], 10, 200)
+    assert [len(p.rows) for p in pieces([1] * 5, [1] * 5, max_rows=2, packed=True)] == [2, 2, 1]
+
+
+def test_a_thousand_rows_are_cut_in_a_moment() -> None:
+    prompts, responses = drawn(0, 1024)
+    seconds = []
+    for _ in range(3):
+        began = process_time()  # of this process alone, whatever else the machine does
+        pieces(prompts, responses)
+        seconds.append(process_time() - began)
+    assert min(seconds) < 0.1
 
 
 def test_a_piece_is_as_wide_as_its_longest_prompt_and_its_longest_response() -> None:
@@ -102,21 +130,25 @@ def test_each_row_is_in_one_piece_none_is_too_large_and_the_longest_come_first(m
             assert piece.num_response == max(responses[row] for row in piece.rows)
 
 
+@pytest.mark.parametrize("max_tokens", [None, 700])
 @pytest.mark.parametrize("max_rows", [None, 2])
-def test_no_other_cut_of_the_sorted_rows_costs_less(max_rows: int | None) -> None:
+def test_no_other_cut_of_the_sorted_rows_costs_less(max_rows: int | None, max_tokens: int | None) -> None:
     for seed in range(10):
         prompts, responses = drawn(seed, 7)
         order = sorted(range(7), key=lambda row: -prompts[row] - responses[row])
 
         def cost(parts: list[list[int]], prompts: list[int] = prompts, responses: list[int] = responses) -> float:
-            if any(len(part) > (max_rows or 7) for part in parts):
+            widths = [max(prompts[row] for row in part) + max(responses[row] for row in part) for part in parts]
+            tokens = [len(part) * width for part, width in zip(parts, widths, strict=True)]
+            sizes = zip(parts, tokens, strict=True)
+            if any(len(part) > (max_rows or 7) or (n > (max_tokens or n) and len(part) > 1) for part, n in sizes):
                 return math.inf
-            widths = (max(prompts[row] for row in part) + max(responses[row] for row in part) for part in parts)
-            return sum(PASS_TOKENS + len(part) * width for part, width in zip(parts, widths, strict=True))
+            return sum(PASS_TOKENS + n for n in tokens)
 
         borders = [[0, *(i for i in range(1, 7) if 1 << (i - 1) & bits), 7] for bits in range(64)]
         best = min(cost([order[a:b] for a, b in pairwise(border)]) for border in borders)
-        assert cost([piece.rows for piece in pieces(prompts, responses, max_rows)]) == best
+        found = pieces(prompts, responses, max_rows, max_tokens=max_tokens)
+        assert cost([piece.rows for piece in found]) == best < math.inf
 
 
 # --- what a cut takes away
@@ -208,6 +240,43 @@ def test_an_update_in_many_pieces_is_the_update_of_one_padded_batch(
     assert (1, 1 + extra) in widths
     torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=1e-6)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-4, abs=1e-6)
+
+
+def test_an_update_within_a_budget_of_tokens_is_that_of_the_whole(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raw text too is read in parts that keep to it: of 5 blocks of 8 tokens two at a time."""
+    read: list[tuple[int, int]] = []
+    doing = update_module.doing
+    monkeypatch.setattr(update_module, "doing", lambda what, ids: (read.append(tuple(ids.shape)), doing(what, ids)))
+    blocks, found = torch.randint(1, 260, (5, 8), generator=torch.Generator().manual_seed(0)), []
+    for budget in (None, 16):
+        world = new_world(
+            num_epochs=1, num_minibatches=1, learning_rate=1e-3, max_grad_norm=1e9, microbatch_tokens=budget,
+            ptx_coef=0.5, ptx_data="unread.txt", ptx_batch_size=5, ptx_block_size=7,
+        )  # fmt: skip
+        world.updater.ptx_blocks = blocks
+        stats = world.update(world.rollout())
+        found.append((world.weights(), stats))
+    whole, parts = read[: read.index((5, 8)) + 1], read[read.index((5, 8)) + 1 :]
+    assert max(rows * width for rows, width in whole) > 16
+    assert all(rows * width <= 16 for rows, width in parts)
+    assert parts[-3:] == [(2, 8), (2, 8), (1, 8)]
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=1e-6)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("minibatches", "cuts"), [(1, 1), (2, 6)])
+def test_what_is_the_same_in_every_epoch_is_cut_once(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch, minibatches: int, cuts: int
+) -> None:
+    calls: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        update_module, "pieces", lambda *lengths, **how: (calls.append(lengths[3]), pieces(*lengths, **how))[1]
+    )
+    world = new_world(num_epochs=3, num_minibatches=minibatches)
+    assert world.update(world.rollout())["num_updates"] == 3 * minibatches
+    assert len(calls) == cuts
 
 
 def test_an_update_in_pieces_reads_far_less_than_the_padded_batch() -> None:

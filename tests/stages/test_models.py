@@ -1,6 +1,7 @@
 """Scores and log-probabilities: read where they should be, whatever surrounds the row."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from rlhf.stages.models import (
     load_tokenizer,
     save_folder,
 )
+from rlhf.stages.packing import reads_packs
+from rlhf.stages.ppo.layout import recompute_layers
 
 
 def test_logprobs_do_not_depend_on_left_padding_or_batch_mates(policy: Any) -> None:
@@ -54,6 +57,59 @@ def test_under_autocast_a_model_in_float32_reads_as_one_in_bfloat16_does() -> No
         ours, theirs = (PolicyModel(model)(ids, mask, 2, temperature=1.0)[0] for model in (policy, frozen))
     assert types == [torch.bfloat16]
     assert (ours - theirs).abs().mean() < 0.02
+
+
+def padded_on_both_sides() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, mask, which of the last four tokens are there) of prompts and answers as a rollout has them."""
+    prompts, responses = [[7, 8, 9, 10, 11], [12], [13, 0, 14]], [[20, 21], [22, 23, 24, 25], [26]]
+    (left, left_mask), (right, right_mask) = pad_left(prompts, 0), pad_right(responses, 0)
+    return torch.cat([left, right], 1), torch.cat([left_mask, right_mask], 1), right_mask
+
+
+@pytest.mark.parametrize(("shape", "recompute"), [("llama", False), ("llama", True), ("gpt2", False)])
+def test_without_padding_a_policy_says_and_learns_the_same(shape: str, recompute: bool) -> None:
+    ids, mask, counted = padded_on_both_sides()
+    junk = ids.where(mask, 99)
+    found = []
+    for packed in (False, True):
+        torch.manual_seed(3)
+        model = tiny_policy(shape)
+        reader = PolicyModel(model, fresh_head(16))
+        reader.packed = packed and reads_packs(model, nullcontext())
+        assert reader.packed == packed
+        read: list[int] = []
+        model.base_model.register_forward_pre_hook(
+            lambda _, args, named, read=read: read.append(named["input_ids"].numel()), with_kwargs=True
+        )
+        if recompute:
+            recompute_layers(model)
+        numbers = reader(junk if packed else ids, mask, 4, 0.7, with_entropy=True)
+        assert read == [9 + 7 - 1 if packed else 3 * 8]  # the last column is not needed
+        numbers = [x.where(counted, 0.0) for x in numbers]
+        sum(x.square().sum() for x in numbers).backward()
+        found.append([*numbers, *(p.grad for p in reader.parameters())])
+    for padded, without in zip(*found, strict=True):
+        assert (without - padded).norm() <= 1e-5 * padded.norm()
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_without_padding_a_scorer_says_and_learns_the_same(policy_folder: Path, tokenizer: Any, pooling: str) -> None:
+    ids, mask, counted = padded_on_both_sides()
+    response = torch.zeros_like(mask)
+    response[:, -4:] = counted
+    found = []
+    for packed in (False, True):
+        scorer = new_scorer(policy_folder, tokenizer)
+        scorer.pooling, scorer.mean, scorer.std = pooling, 0.5, 2.0
+        scorer.packed = packed and reads_packs(scorer.classifier, nullcontext())
+        assert scorer.packed == packed
+        values, hidden = scorer(ids, mask, with_hidden=True)
+        assert torch.equal(values, scorer(ids, mask))
+        numbers = scorer.pool(values, response), values.where(mask, 0.0), hidden.where(mask[..., None], 0.0)
+        sum(x.square().sum() for x in numbers).backward()
+        found.append([*numbers, *(p.grad for p in scorer.parameters())])
+    for padded, without in zip(*found, strict=True):
+        assert (without - padded).norm() <= 1e-5 * padded.norm()
 
 
 def test_a_value_head_reads_the_state_before_each_token_in_the_same_pass(policy: Any) -> None:

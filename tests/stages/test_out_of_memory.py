@@ -17,7 +17,8 @@ from test_train import Killed, at_step
 from rlhf.data.errors import RefusedError
 from rlhf.stages import microbatches, out_of_memory, runtime
 from rlhf.stages.artifact import Artifact, write_settings
-from rlhf.stages.out_of_memory import OutOfMemory, is_out_of_memory, within_memory
+from rlhf.stages.engines.static import StaticEngine
+from rlhf.stages.out_of_memory import OutOfMemory, at_once, is_out_of_memory, within_memory
 from rlhf.stages.ppo import rollout
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.train import train as pretrain
@@ -242,6 +243,53 @@ def test_an_update_of_ppo_that_does_not_fit_is_made_in_smaller_pieces(
     ours, theirs = weights(tmp_path / "auto"), weights(tmp_path / "set")
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def limit_slots(monkeypatch: pytest.MonkeyPatch, num_slots: int) -> list[int]:
+    """Let the engine have memory for so many slots; how many it tried."""
+    tried, generate = list[int](), StaticEngine.generate
+
+    def limited(engine: StaticEngine, prompts: list[list[int]], *law: Any) -> Any:
+        tried.append(min(engine.batch_size or len(prompts), len(prompts)))
+        if tried[-1] > num_slots:
+            torch.rand(3)  # as the first draws of tokens would have done
+            raise torch.OutOfMemoryError
+        return generate(engine, prompts, *law)
+
+    monkeypatch.setattr(StaticEngine, "generate", limited)
+    return tried
+
+
+def test_where_sampling_does_not_fit_ppo_samples_fewer_at_a_time_and_reads_as_many(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"num_iterations": 2, **inputs("ppo", chain)}
+    tried = limit_slots(monkeypatch, 3)
+    metrics = run_stage("ppo", tmp_path / "auto", auto_microbatch=True, **fields)
+    assert tried[:4] == [8, 4, 2, 2]
+    assert set(tried[2:]) == {2}
+    assert metrics["generation_batch_size"] == 2
+    assert "microbatch_size" not in metrics
+    said = capsys.readouterr().out
+    assert "ppo: out of memory in sampling: generation_batch_size 8 → 4, the global batch stays as it is" in said
+    run_stage("ppo", tmp_path / "set", generation_batch_size=2, **fields)
+    assert_same(tmp_path / "auto", tmp_path / "set")
+
+
+def test_where_not_one_answer_can_be_sampled_it_gives_up_with_the_message(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_slots(monkeypatch, 0)
+    to_lower = r"lower ppo\.layout \(adapters\), ppo\.offload \(true\) or ppo\.max_new_tokens"
+    with pytest.raises(OutOfMemory, match=rf"in sampling \(generation_batch_size: 1\); .*; {to_lower}"):
+        run_stage("ppo", tmp_path / "ppo", auto_microbatch=True, **inputs("ppo", chain))
+
+
+def test_how_much_is_done_at_a_time_is_the_setting_or_what_it_came_down_to() -> None:
+    run: Any = SimpleNamespace(settings=SimpleNamespace(generation_batch_size=6, microbatch_size=None), state={})
+    assert (at_once(run, "generation_batch_size"), at_once(run, "microbatch_size")) == (6, None)
+    run.state |= {"generation_batch_size": 3, "microbatch_size": 2}
+    assert (at_once(run, "generation_batch_size"), at_once(run, "microbatch_size")) == (3, 2)
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "ppo"])

@@ -137,6 +137,20 @@ def test_a_pairs_score_depends_neither_on_batch_mates_nor_on_padding(
     torch.testing.assert_close(rewards(episodes(PAIRS), 2)[0], scores, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("decoder", [False, True])
+def test_models_that_read_text_keep_to_a_budget_of_tokens(decoder: bool, tokenizer: Any) -> None:
+    model = ModelReward("decoder", tiny_scalar(), 1.0, tokenizer) if decoder else PairReward("b", bert(), byte_pairs())
+    whole = model(episodes(PAIRS)).detach()
+    read: list[tuple[int, ...]] = []
+    classifier = model.scalar.classifier if isinstance(model, ModelReward) else model.classifier
+    classifier.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape))
+    given = episodes(PAIRS)
+    given.max_tokens = 50
+    torch.testing.assert_close(model(given).detach(), whole, rtol=1e-5, atol=1e-5)
+    assert sorted(rows for rows, _ in read) == [1, 2]
+    assert all(rows * width <= 50 for rows, width in read)
+
+
 def test_a_long_prompt_is_cut_from_the_left_and_a_response_never() -> None:
     tokenizer, classifier = byte_pairs(), bert()
     model = PairReward("bert", classifier, tokenizer)

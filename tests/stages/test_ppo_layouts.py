@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 from rlhf.data.errors import RefusedError
 from rlhf.stages import adapters
 from rlhf.stages.artifact import Artifact
+from rlhf.stages.budget import GIB
+from rlhf.stages.budget_ppo import memory
 from rlhf.stages.models import PolicyModel, fresh_head, load_policy, load_scalar, save_folder
 from rlhf.stages.ppo import selection as selection_module
 from rlhf.stages.ppo import train as train_module
-from rlhf.stages.ppo.layout import GIB, Roles, keep_policy, load_roles, memory, prepare
+from rlhf.stages.ppo.layout import Roles, keep_policy, load_roles, prepare
 from rlhf.stages.ppo.objective import policy_loss, value_loss
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
 from rlhf.stages.ppo.update import Updater

@@ -148,9 +148,9 @@ def test_reference_and_rewards_are_on_the_device_only_while_they_score(
     monkeypatch.setattr(StaticEngine, "generate", lambda *more: (events.append("sample"), sampled(*more))[1])
     monkeypatch.setattr(rollout_module, "read_part", lambda *more: (events.append("judge"), judge(*more))[1])
     run_ppo(tmp_path / "ppo", given, offload=True, num_iterations=1, eval_every=1)
-    # `separate`: policy and critic go to the device once and for all, reference and rewards wait.
+    # `separate`: policy and critic go to the device once and for all, reference and rewards wait after a trial there.
     there, back = ["PolicyModel to device", "Rewards to device"], ["PolicyModel to host", "Rewards to host"]
-    assert events[:4] == ["PolicyModel to device", "ScalarModel to device", *back]
+    assert events[:6] == ["PolicyModel to device", "ScalarModel to device", *there, *back]
     scored = events[events.index("sample") :]  # before it accelerate prepares policy and critic
     once = ["sample", *there, "judge", *back]
     assert scored == once * 3  # SFT's answers, a rollout, an evaluation
@@ -197,6 +197,7 @@ def test_what_has_no_effect_or_no_sense_is_refused(fields: dict[str, Any], messa
 def test_how_memory_is_saved_is_not_part_of_the_result(given: Given) -> None:
     plain = settings(**given).result_settings()
     saving: dict[str, Any] = {"offload": True, "gradient_checkpointing": True, "compile": True}
+    saving |= {"microbatch_tokens": 100, "packing": True}
     assert settings(**given, **saving).result_settings() == plain
     assert settings(**given, rollout={"engine": "transformers"}).result_settings() == plain
     served = {"engine": "vllm", "server_url": "http://x:1"}

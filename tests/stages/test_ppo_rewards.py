@@ -174,12 +174,14 @@ def test_another_tokenizer_is_given_its_own_ids_with_its_own_template_and_pad(sc
     scores, _ = rewards(episodes)
     ids, mask = seen
     written = ["".join(own.convert_ids_to_tokens(row[kept])) for row, kept in zip(ids, mask, strict=True)]
-    assert written[0] == "<s>User:ĠSumĠ2Ġ+Ġ3ĊAssistant:ĠItĠisĠ5.</s>"
-    assert written[2] == "<s>User:ĠWhy?ĊAssistant:ĠBecause"  # cut off by the policy, so no eos here either
+    places = [written.index(text) for text in (
+        "<s>User:ĠSumĠ2Ġ+Ġ3ĊAssistant:ĠItĠisĠ5.</s>", "<s>User:ĠHiĊAssistant:ĠHello!</s>",
+        "<s>User:ĠWhy?ĊAssistant:ĠBecause",  # cut off by the policy, so no eos here either
+    )]  # fmt: skip
     assert (ids[~mask] == own.pad_token_id).all()
     ends = mask.sum(-1) - 1
     with torch.no_grad():
-        assert torch.equal(scores, scalar(ids, mask)[torch.arange(3), ends])
+        assert torch.equal(scores, scalar(ids, mask)[torch.arange(3), ends][places])
 
 
 @pytest.mark.parametrize("by_text", [False, True])

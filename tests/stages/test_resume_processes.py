@@ -1,7 +1,9 @@
 """A stage goes on with another number of processes: the same rows in each step, none twice, none left out."""
 
 import io
+import json
 import os
+import signal
 import socket
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -10,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from resume_world import STEPS, make_world, rows, run_and_watch
+from resume_world import STEPS, make_world, rows, run_and_watch, watch
 from safetensors.torch import load_file
+from stages_world import run_stage
 
+from rlhf.data.errors import Stopped
 from rlhf.stages.artifact import STAGES, Artifact
+from rlhf.stages.checkpoints import newest_checkpoint
 
 END_AFTER = 7  # inside the second of three epochs
+STOPPED = ("sft", "reward")  # that read late of a signal
 
 
 @dataclass
@@ -26,6 +32,28 @@ class Found:
     two_then_one: dict[str, list[Any]] = field(default_factory=dict)
     one_then_two: dict[str, list[Any]] = field(default_factory=dict)
     said: str = ""
+    stopped: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    """Of each of two processes, by stage: the exit code, and how many steps it had made."""
+
+
+class Signalled(list[Any]):
+    """Sends this process a signal when it begins the fourth step."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        if len(self) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_in_step_4(stage: str, folder: Path, fields: dict[str, Any], rank: int) -> tuple[int, int]:
+    """The stage until it ends, because one process got a signal."""
+    seen: list[Any] = Signalled() if rank == 1 else []
+    seldom = {name: STEPS for name in ("log_every", "eval_every") if name in fields}
+    with pytest.MonkeyPatch.context() as patch:
+        watch(stage, patch, seen)
+        with pytest.raises(Stopped) as stopped:
+            run_stage(stage, folder, save_every=STEPS, **{**fields, **seldom})
+    return stopped.value.code, len(seen)
 
 
 def process(rank: int, port: int, root: Path, world: dict[str, dict[str, Any]]) -> None:
@@ -37,7 +65,8 @@ def process(rank: int, port: int, root: Path, world: dict[str, dict[str, Any]]) 
     torch.set_num_threads(1)
     first = {stage: run_and_watch(stage, root / "fewer" / stage, world[stage], END_AFTER) for stage in STAGES}
     last = {stage: run_and_watch(stage, root / "more" / stage, world[stage]) for stage in STAGES}
-    torch.save([first, last], root / f"{rank}.pt")
+    stopped = {stage: stop_in_step_4(stage, root / "stopped" / stage, world[stage], rank) for stage in STOPPED}
+    torch.save([first, last, stopped], root / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -62,7 +91,7 @@ def found(root: Path) -> Found:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     torch.multiprocessing.spawn(process, (port, root, world), nprocs=2)
-    first, last = zip(*(torch.load(root / f"{rank}.pt") for rank in (0, 1)), strict=True)
+    first, last, found.stopped = zip(*(torch.load(root / f"{rank}.pt") for rank in (0, 1)), strict=True)
     for stage in STAGES:
         with redirect_stdout(said):
             rest = run_and_watch(stage, root / "fewer" / stage, world[stage])
@@ -101,3 +130,16 @@ def test_that_random_numbers_differ_is_said_in_one_line(found: Found, stage: str
         f"{stage}: step 7 was saved by 2 process(es) on cpu and goes on with 1 on cpu: each step takes the rows that "
         "it would have taken, random numbers (sampling, dropout) differ"
     ]
+
+
+@pytest.mark.parametrize("stage", STOPPED)
+def test_a_signal_to_one_process_ends_all_after_the_same_step_and_that_step_is_saved(
+    found: Found, root: Path, stage: str
+) -> None:
+    """The fourth step tells of it, and is read after the fifth."""
+    assert [of_rank[stage] for of_rank in found.stopped] == [(143, 5), (143, 5)]
+    status = json.loads((root / "stopped" / stage / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("stopped", 5)
+    saved = newest_checkpoint(root / "stopped" / stage)
+    assert saved is not None
+    assert saved.step == 5

@@ -54,7 +54,7 @@ def test_a_stage_trains_on_them_as_on_others(tmp_path: Path) -> None:
 def test_answers_that_were_sampled_before_a_server_failed_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    monkeypatch.setattr(answers, "AT_ONCE", 2)
     prompts = [[{"role": "user", "content": text}] for text in ("a", "b", "c")]
 
     def sampled() -> list[list[str]]:
@@ -77,7 +77,7 @@ def test_answers_that_were_sampled_before_a_server_failed_are_kept(
 
 
 def test_a_resumed_stage_samples_as_one_that_was_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_AT_ONCE", 2)
+    monkeypatch.setattr(answers, "AT_ONCE", 2)
     save_folder(tmp_path / "policy", tiny_policy(), byte_tokenizer())
     prompts = [[{"role": "user", "content": text}] for text in ("a", "b", "c")]
 

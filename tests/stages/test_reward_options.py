@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhf.data.collate import labels
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import load_scalar, load_tokenizer
+from rlhf.stages.packing import reads_packs
 from rlhf.stages.reward.answers import judged
 from rlhf.stages.reward.batches import Ranked, collate, encode_rows, passes
 from rlhf.stages.reward.evaluate import scored
@@ -167,12 +169,14 @@ def test_packed_answers_give_the_step_that_padded_ones_give(
     run = make_run(lm_coef=0.5, margin_scale=0.3, centering=0.01, pooling=pooling, **fields)
     batch, tokenizer = encoded(run, strengths=[4.0, 3.0, 2.5, 1.0]), load_tokenizer(run.settings.model)
     found = []
-    for longest, multiple in ((None, 1), (64, 8)):
+    for packed in (False, True):
         torch.manual_seed(1)
         scorer = starting_model(run, tokenizer)
+        scorer.packed = packed and reads_packs(scorer.classifier, nullcontext())
+        assert scorer.packed == packed
         head = language_head(run.settings.model, tokenizer)
         optimizer = torch.optim.SGD(scorer.parameters(), lr=0.1)
-        figures = optimise(run, scorer, optimizer, batch, 0, head, longest, multiple)
+        figures = optimise(run, scorer, optimizer, batch, 0, head, multiple=1 if packed else 8)
         weights = torch.cat([p.detach().flatten() for p in scorer.parameters()])
         found.append(({name: number.item() for name, number in figures.items()}, weights))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-4)

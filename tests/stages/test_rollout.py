@@ -10,6 +10,7 @@ import torch
 from stages_world import byte_tokenizer, tiny_policy
 
 from rlhf.data.rows import Prompt
+from rlhf.stages import models
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_scalar
@@ -19,7 +20,7 @@ from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards
-from rlhf.stages.ppo.rollout import Rollout, collect, response_values
+from rlhf.stages.ppo.rollout import Rollout, collect, placed, response_values
 from rlhf.stages.ppo.shaping import shaped_scores
 
 ASKED = [Prompt([{"role": "user", "content": "unread"}], {})] * 3  # the reward model reads ids
@@ -154,6 +155,38 @@ def test_what_the_models_say_does_not_depend_on_who_shares_a_microbatch(
         assert (after != 0).all()
 
 
+def test_no_model_is_given_more_tokens_at_a_time_than_the_budget(
+    policy: Any, scorer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policy, reference and critic read the prompts of 4, 1 and 3 tokens with their responses, the reward model too."""
+    read: list[tuple[int, int]] = []
+    read_rows = models.read_rows
+
+    def watch(model: Any, ids: torch.Tensor, *more: Any) -> Any:
+        read.append((ids.shape[0], ids.shape[1]))
+        return read_rows(model, ids, *more)
+
+    monkeypatch.setattr(models, "read_rows", watch)
+    whole = roll(policy, scorer, max_new_tokens=4)
+    assert len(read) == 4
+    assert all(rows == 3 for rows, _ in read)
+    read.clear()
+    parts = roll(policy, scorer, max_new_tokens=4, microbatch_tokens=10)
+    assert all(rows * width <= 10 or rows == 1 for rows, width in read)
+    torch.testing.assert_close(parts.scores, whole.scores, rtol=1e-5, atol=1e-5)
+    for name in ("logprobs", "ref_logprobs", "values"):
+        ours, theirs = (getattr(rollout, name)[whole.mask] for rollout in (parts, whole))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_offloaded_models_are_put_away_also_when_memory_runs_out() -> None:
+    moves: list[Any] = []
+    model: Any = SimpleNamespace(to=moves.append)
+    with pytest.raises(MemoryError), placed(torch.device("meta"), True, model):
+        raise MemoryError
+    assert moves == [torch.device("meta"), "cpu"]
+
+
 def test_a_process_without_held_out_prompts_asks_no_model_and_no_reward(policy: Any) -> None:
     """It asks the engine alone, which may be a server that all processes wait for."""
     asked: list[list[list[int]]] = []
@@ -170,7 +203,7 @@ def test_the_self_check_looks_at_tokens_and_not_at_what_stands_behind_a_short_re
     rollout = roll(policy, scorer)
     rows = rollout.lengths.argsort().tolist()  # the shortest first
     assert rollout.lengths[rows[0]] < rollout.lengths[rows[-1]]
-    monkeypatch.setattr(train, "pieces", lambda *_: [Piece(rows, 4, int(rollout.lengths.max()))])
+    monkeypatch.setattr(train, "pieces", lambda *_, **__: [Piece(rows, 4, int(rollout.lengths.max()))])
     alone: Any = SimpleNamespace(
         settings=settings(), accelerator=SimpleNamespace(mixed_precision="no"), unwrap=lambda model: model,
         microbatch_size=None,

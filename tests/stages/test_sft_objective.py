@@ -88,9 +88,11 @@ def same(one: Path, other: Path) -> None:
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=2e-4)
 
 
-def test_packed_the_stage_learns_the_same(chain: Chain, tmp_path: Path) -> None:
-    run_stage("sft", tmp_path / "sft", packing=True, microbatch_tokens=300, **inputs("sft", chain))
+def test_packed_the_stage_learns_the_same_also_when_it_recomputes_activations(chain: Chain, tmp_path: Path) -> None:
+    options = {"args": {"activation_checkpointing": True}, "packing": True, "microbatch_tokens": 300}
+    run_stage("sft", tmp_path / "sft", **options, **inputs("sft", chain))
     same(tmp_path / "sft", chain["sft"])
+    assert "rlhf_causal" not in (tmp_path / "sft" / "model" / "config.json").read_text()
 
 
 def test_with_the_trainers_own_loss_the_stage_learns_the_same(

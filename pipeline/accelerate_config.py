@@ -1,0 +1,146 @@
+"""The accelerate config of a stage: a file, or one that is shipped; what it says of processes; what is wrong with it.
+
+Accelerate itself would find out when the stage is launched, in words of its own, or pass over what it does not know.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.errors import SettingsError
+from rlhf.pipeline.recipe import Recipe, read_yaml, resolved
+from rlhf.stages.settings import nearest
+
+KEYS = (
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank",
+    "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
+    "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config",
+    "parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone",
+    "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config",
+    "fp16", "dynamo_backend",
+)  # fmt: skip
+"""What a config may hold: the fields of accelerate's ClusterConfig, and two of older files that it still reads."""
+FSDP_KEYS = (
+    "fsdp_version", "fsdp_offload_params", "fsdp_min_num_params", "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_backward_prefetch", "fsdp_state_dict_type", "fsdp_forward_prefetch", "fsdp_use_orig_params",
+    "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states", "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload", "fsdp_ignored_modules",
+)  # fmt: skip
+"""What fsdp_config may hold: options of `accelerate launch`, where the first word may be left out."""
+DEEPSPEED_KEYS = (
+    "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
+    "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping",
+    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
+)  # fmt: skip
+TYPES = (
+    "NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
+    "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "MEGATRON_LM",
+)  # fmt: skip
+"""Accelerate's distributed types."""
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with the package, by name."""
+    folder = Path(str(resources.files("rlhf.recipes"))) / "accelerate"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def config_path(name: str) -> Path:
+    """The file of that path, or else the shipped one of that name."""
+    path = Path(name)
+    return path if path.is_file() else shipped_configs().get(name, path)
+
+
+def read_config(name: str | None) -> dict[str, Any]:
+    """What a config says; nothing where there is none. SettingsError if it cannot be read."""
+    if name is None:
+        return {}
+    found = resolved(read_yaml(name, dict(shipped_configs()), "accelerate config"), name)
+    if not isinstance(found, dict):
+        raise SettingsError(f"{name}: not an accelerate config; it must be a mapping, as `accelerate config` writes it")
+    return found
+
+
+def num_processes(recipe: Recipe, stage: str, gpus: int) -> int:
+    """How many processes a stage will have, on all machines, where `gpus` are visible on this one."""
+    config = read_config(recipe.config_of(stage))
+    machines = config.get("num_machines") or 1
+    found = recipe.processes_of(stage) or config.get("num_processes")
+    if found is None and config.get("distributed_type") == "NO":
+        return 1
+    return int(found or max(gpus, 1) * machines)
+
+
+def refuse_bad_configs(recipe: Recipe, stages: list[str], gpus: int, say: Callable[[str], None]) -> None:
+    """Refuse accelerate configs with which a stage could not be launched; say what in them has no effect."""
+    said: set[str] = set()
+    for stage in stages:
+        name = recipe.config_of(stage)
+        if name is None:
+            continue
+        where = f"accelerate_config.{stage}" if isinstance(recipe.accelerate_config, dict) else "accelerate_config"
+        try:
+            config = read_config(name)
+        except SettingsError as error:
+            raise SettingsError(f"{where}: {error}") from None
+        if problems := [f"{where}: {name}: {text}" for text in (*_unknown(config), *_wrong(config))]:
+            raise SettingsError("\n".join(problems))
+        processes = num_processes(recipe, stage, gpus)
+        if problem := _not_so_many(config, processes):
+            raise SettingsError(f"{where}: {name}: {problem}")
+        if config.get("mixed_precision") not in (None, "no", False) and name not in said:
+            said.add(name)
+            say(f"{where}: {name}: mixed_precision has no effect; {stage}.precision decides")
+
+
+def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that accelerate would refuse in a traceback, or pass over."""
+    for key in config:
+        if key not in KEYS:
+            yield f"no key '{key}'; {nearest(str(key), list(KEYS))}"
+    for part, known, prefix in (("fsdp_config", FSDP_KEYS, "fsdp_"), ("deepspeed_config", DEEPSPEED_KEYS, "")):
+        section = config.get(part) or {}
+        if not isinstance(section, dict):
+            yield f"{part}: {section!r} has no parts; give a mapping"
+            continue
+        for key in section:
+            if key not in known and f"{prefix}{key}" not in known:
+                yield f"{part}: no key '{key}'; {nearest(str(key), list(known))}"
+
+
+def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
+    """Values that cannot work on any machine."""
+    kind = config.get("distributed_type")
+    if config.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        yield "compute_environment: only LOCAL_MACHINE can be launched from here, also on clusters"
+    if kind is False:  # YAML's NO
+        yield 'distributed_type: NO without quotes means false; write "NO"'
+    elif kind not in TYPES:
+        yield f"distributed_type: found {kind!r}; {nearest(str(kind), list(TYPES))}"
+    if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        yield "distributed_type: DEEPSPEED needs deepspeed; pip install deepspeed, or take fsdp2"
+    for key in ("num_processes", "num_machines"):
+        found = config.get(key)
+        if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
+            yield f"{key}: {found!r} is no number of them; give a whole number from 1 on"
+    if not isinstance(config.get("use_cpu", False), bool):
+        yield f"use_cpu: found {config['use_cpu']!r}; write true or false"
+    if config.get("num_machines") not in (None, 1):
+        for key, example in (("main_process_ip", "10.0.0.1"), ("main_process_port", "29500")):
+            if config.get(key) is None:
+                yield f"{key}: not set, and several machines have to meet there; for instance {key}: {example}"
+
+
+def _not_so_many(config: Mapping[str, Any], processes: int) -> str | None:
+    """Why a config cannot have so many processes."""
+    kind, machines = config["distributed_type"], config.get("num_machines") or 1
+    if processes > 1 and kind in ("NO", "MULTI_CPU"):
+        cure = "MULTI_GPU, for CPUs with use_cpu: true (as in the shipped cpu2)"
+        return f"distributed_type: {kind} starts one process, and {processes} are asked for; take {cure}"
+    if processes % machines:
+        return f"num_machines: {processes} processes cannot be shared evenly by {machines} machines; use a multiple"
+    return None

@@ -1,0 +1,228 @@
+"""`rlhf run`, `plan` and `status`, and each stage as a command of its own."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf.data.errors import SettingsError
+from rlhf.pipeline.errors import RunFailed
+from rlhf.pipeline.tables import show_table
+
+if TYPE_CHECKING:
+    from rlhf.pipeline.plan import Scope
+
+PROFILE = "RLHF_PROFILE"
+"""In the environment of a stage that is to record a trace."""
+
+run_app = typer.Typer()
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A YAML file or the name of a shipped recipe (demo).")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings to change, dotted: ppo.learning_rate=1e-5."),
+]
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Folder of the run; runs/RECIPE by default.", show_default=False),
+]
+FromOption = Annotated[
+    str | None,
+    typer.Option("--from", metavar="STAGE", help="First stage to run; those before must be finished."),
+]
+ToOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Last stage to run.")]
+ForceOption = Annotated[
+    list[str] | None,
+    typer.Option("--force", metavar="STAGE", help="Run this stage anew beside its earlier result (repeatable)."),
+]
+StageRunDirOption = Annotated[
+    Path, typer.Option("--run-dir", help="Folder for the result; finished stages in it give the inputs.")
+]
+StageForceOption = Annotated[bool, typer.Option("--force", help="Run anew beside an earlier result.")]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="First hash every file of what is reused or started from; else models have their sizes compared.",
+    ),
+]
+ProfileOption = Annotated[
+    bool,
+    typer.Option(
+        "--profile", help="Record a few steps with torch's profiler: profile/trace.json.gz in the stage's folder."
+    ),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@run_app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    run_dir: RunDirOption = None,
+    from_: FromOption = None,
+    to: ToOption = None,
+    force: ForceOption = None,
+    verify: VerifyOption = False,
+) -> None:
+    """Run a recipe.
+
+    What is finished is reused, what was interrupted is resumed, the rest is run.
+    """
+    from rlhf.pipeline.plan import Scope
+
+    _run(recipe, overrides, run_dir, Scope(from_, to, frozenset(force or ())), verify)
+
+
+@run_app.command()
+def plan(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    run_dir: RunDirOption = None,
+    from_: FromOption = None,
+    to: ToOption = None,
+    force: ForceOption = None,
+) -> None:
+    """Say what `rlhf run` would do, and why."""
+    from rlhf.pipeline.plan import Scope, make_plan
+    from rlhf.pipeline.recipe import load_recipe
+
+    folder = run_dir or _default_run_dir(recipe)
+    steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
+    rows = [(s.stage, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
+    show_table(("stage", "action", "folder", "why"), rows)
+    print(f"run folder: {folder}")
+
+
+@run_app.command()
+def status(run_dir: RunArgument, as_json: JsonOption = False) -> None:
+    """Show how far a run is."""
+    import json
+
+    from rlhf.pipeline.summary import run_status
+
+    stages = run_status(run_dir)
+    if as_json:
+        print(json.dumps({"stages": stages}, indent=1))
+    else:
+        _stage_table(stages)
+
+
+@run_app.command()
+def pretrain(
+    recipe: RecipeArgument,
+    run_dir: StageRunDirOption,
+    overrides: Overrides = None,
+    force: StageForceOption = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Train the variants of a YAML file or a shipped sweep (parts, sizes): a list of settings to lay over "
+            "the recipe's, or a mapping of lists, of which every combination is tried.",
+            show_default=False,
+        ),
+    ] = None,
+    profile: ProfileOption = False,
+) -> None:
+    """One stage alone: a base model from raw text, or several to compare.
+
+    The model it starts from, if any, may be any Hugging Face folder or hub id.
+    """
+    from rlhf.pipeline.plan import Scope
+
+    if sweep is None:
+        scope = Scope("pretrain", "pretrain", frozenset(["pretrain"] if force else ()))
+        _run(recipe, overrides, run_dir, scope, profile=profile)
+    elif profile:
+        raise SettingsError("--profile: records one stage, and --sweep trains several; leave one of them out")
+    else:
+        _sweep(sweep, recipe, overrides or [], run_dir, force)
+
+
+def _stage_command(stage: str, summary: str) -> None:
+    """One stage alone, as a command of its own."""
+
+    def command(
+        recipe: RecipeArgument,
+        run_dir: StageRunDirOption,
+        overrides: Overrides = None,
+        force: StageForceOption = False,
+        verify: VerifyOption = False,
+        profile: ProfileOption = False,
+    ) -> None:
+        from rlhf.pipeline.plan import Scope
+
+        _run(recipe, overrides, run_dir, Scope(stage, stage, frozenset([stage] if force else ())), verify, profile)
+
+    run_app.command(stage, help=f"{summary}\n\nThe models it starts from may be any Hugging Face folder or hub id.")(
+        command
+    )
+
+
+_stage_command("sft", "One stage alone: fine-tune on demonstrations.")
+_stage_command("reward", "One stage alone: learn from ranked answers.")
+_stage_command("ppo", "One stage alone: PPO against a reward model.")
+
+
+def _run(
+    recipe: str,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    scope: "Scope",
+    verify: bool = False,
+    profile: bool = False,
+) -> None:
+    from dataclasses import asdict
+
+    from rlhf.pipeline.recipe import load_recipe
+    from rlhf.pipeline.runner import run
+
+    if profile:
+        os.environ[PROFILE] = "1"  # the stage may be another process
+    folder = run_dir or _default_run_dir(recipe)
+    source = Path(recipe) if Path(recipe).is_file() else None
+    loaded = load_recipe(recipe, overrides or ())
+    entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source, verify)
+    _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
+    print(f"report: {folder / 'report.html'}")
+    if profile:
+        trace = folder / (entries[str(scope.last)].folder or "") / "profile" / "trace.json.gz"
+        none = "none: the stage was finished before; with --force it runs anew"
+        print(f"profile: {trace if trace.is_file() else none}")
+
+
+def _sweep(sweep: str, recipe: str, overrides: list[str], run_dir: Path, force: bool) -> None:
+    from rlhf.pipeline.sweep import load_sweep, run_sweep, table
+
+    source = Path(recipe) if Path(recipe).is_file() else None
+    variants = load_sweep(sweep, recipe, overrides)
+    rows = run_sweep(variants, run_dir, force, lambda text: print(text, flush=True), source)
+    show_table(*table(rows))
+    print(f"report: {run_dir / 'report.html'}")
+    if failed := [row for row in rows if row["error"] is not None]:
+        raise RunFailed(f"{len(failed)} of {len(rows)} variants failed; run again to go on. {failed[0]['error']}")
+
+
+def _default_run_dir(recipe: str) -> Path:
+    from rlhf.pipeline.recipe import recipe_name
+
+    return Path("runs") / recipe_name(recipe)
+
+
+def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
+    from rlhf.pipeline.summary import duration, headline, outcome
+
+    rows = []
+    for stage, entry in stages.items():
+        steps = entry.get("steps")
+        progress = f"step {entry['step']} of {steps}" if steps else ""
+        rows.append((
+            stage, outcome(entry), duration(entry["seconds"]),
+            headline(stage, entry["metrics"]) or entry.get("message") or progress, entry["model"] or "",
+        ))  # fmt: skip
+    show_table(("stage", "status", "time", "result", "model"), rows)

@@ -1,0 +1,145 @@
+"""What several processes hold and send each other, by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from estimate_world import case, ppo_settings, shape
+from transformers import PreTrainedModel
+
+from rlhf.data.errors import RefusedError
+from rlhf.stages import budget, budget_ppo, budget_stages
+from rlhf.stages.budget import GIB, Held
+from rlhf.stages.budget_parallel import Exchange, phase_of, reading, sampling, updating
+from rlhf.stages.sft.config import SFTSettings
+
+LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64  # attention, feed-forward, norms
+REST = 2 * 2048 * 64 + 64  # embeddings and head, the last norm
+ALL = 3 * LAYER + REST
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is held and sent, passes tell nothing."""
+    for module in (budget_ppo, budget_stages):
+        monkeypatch.setattr(module, "traced", lambda *_: {name: {} for name in ("rollout", "scoring", "update")})
+
+
+def policy(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return budget.causal(shape(), dtype)
+
+
+def test_one_process_sends_nothing() -> None:
+    assert updating([policy()], case("bf16"), 3).sent == 0
+    assert reading([policy()], case("bf16", layout="fsdp2"), 3) == Exchange()
+    assert sampling(policy(), case("bf16", layout="zero3"), "static") == Exchange()
+
+
+def test_ddp_sums_gradients_up_in_their_own_type_behind_the_last_backward_pass() -> None:
+    found = updating([policy()], case("bf16", 4), num_steps=3, num=2)
+    # There and back, three quarters of four bytes for each weight; of two microbatches the last hides it.
+    assert found == Exchange(sent=3 * 2 * (3 / 4) * 4 * ALL, hidden=(2 / 3) / 2)
+    halves = updating([policy(torch.bfloat16), policy(torch.bfloat16)], case("bf16", 4))
+    assert halves.sent == 2 * 2 * (3 / 4) * 2 * ALL
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
+def test_weights_in_parts_are_gathered_twice_and_gradients_scattered_in_each_microbatch(layout: str) -> None:
+    found = updating([policy()], case("bf16", 4, layout), num_steps=3, num=2)
+    assert found.sent == 3 * 2 * (3 / 4) * (2 + 1) * 2 * ALL
+    assert found.weights == 2 * (2 * LAYER + REST)  # the layer under way and the next, and what is in no layer
+    assert found.gradients == 2 * REST  # of what has more, in two bytes
+    assert found.hidden == 1
+    assert updating([policy()], case("fp32", 4, layout)).sent == (3 / 4) * 3 * 4 * ALL
+
+
+def test_zero2_scatters_gradients_in_each_microbatch_and_gathers_the_new_weights_once() -> None:
+    found = updating([policy()], case("bf16", 4, "zero2"), num_steps=3, num=2)
+    assert found == Exchange(gradients=2 * REST, sent=3 * (3 / 4) * (2 + 1) * 2 * ALL, hidden=(2 / 3) / 2)
+
+
+def test_frozen_weights_are_gathered_and_have_no_gradients() -> None:
+    model = policy().requires_grad_(False)
+    model.get_output_embeddings().weight.requires_grad_(True)
+    found = updating([model], case("bf16", 4, "fsdp2"))
+    assert found.sent == (3 / 4) * (2 * 2 * ALL + 2 * 2048 * 64)
+    assert updating([model], case("bf16", 4)).sent == 2 * (3 / 4) * 4 * 2048 * 64
+
+
+def test_models_that_read_gather_their_weights_once_for_each_pass() -> None:
+    found = reading([policy(), policy()], case("bf16", 4, "fsdp2"), num=5)
+    assert found.sent == 5 * (3 / 4) * 2 * 2 * ALL
+    assert found.weights == 2 * (2 * LAYER + REST)  # one after the other
+    assert reading([policy()], case("bf16", 4, "zero2"), 5) == Exchange()
+
+
+def test_an_engine_here_has_the_whole_model_and_waits_for_it() -> None:
+    assert sampling(policy(), case("bf16", 4, "fsdp2"), "static") == Exchange(2 * ALL, sent=(3 / 4) * 2 * ALL)
+    assert sampling(policy(), case("bf16", 4, "fsdp2"), "vllm") == Exchange()
+
+
+HELD = Held(weights=800 * GIB, gradients=400 * GIB, moments=1600 * GIB)
+MOST = {"update": {"weights": 100.0 * GIB, "gradients": 400.0 * GIB, "activations": 70.0 * GIB}}
+
+
+@pytest.mark.parametrize(("layout", "weights", "gradients", "optimiser"), [
+    ("ddp", 800 + 100, 400 + 400, 1600), ("zero2", 800 + 100, 400 / 4 + 5, 1600 / 4),
+    ("fsdp2", 800 / 4 + 30, 400 / 4 + 5, 1600 / 4),
+])  # fmt: skip
+def test_a_process_holds_its_part_and_what_is_whole_at_one_time(
+    layout: str, weights: float, gradients: float, optimiser: float
+) -> None:
+    exchange = Exchange(weights=30 * GIB, gradients=5 * GIB, sent=7, hidden=0.5)
+    found = phase_of("update", HELD, case("bf16", 4, layout), MOST, 9, exchange, flops=3)
+    assert found.gib == {
+        "weights": weights, "optimiser": optimiser, "gradients": gradients, "activations": 70, "cache": 0, "logits": 0
+    }  # fmt: skip
+    assert (found.sent, found.hidden, found.times, found.flops) == (7, 0.5, 9, 3)
+
+
+def test_the_moment_with_the_most_may_be_another_where_models_lie_in_parts() -> None:
+    moments = {"update": {"activations": 300.0 * GIB}, "update, end": {"gradients": 400.0 * GIB}}
+    whole, parts = (phase_of("update", Held(), case("bf16", 4, layout), moments, 1) for layout in ("ddp", "fsdp2"))
+    assert (whole.gib["gradients"], parts.gib["activations"]) == (400, 300)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_ppo_in_parts_has_the_whole_policy_while_it_samples_and_a_part_of_the_rest() -> None:
+    settings = ppo_settings(num_epochs=2, num_minibatches=1, microbatch_size=1, rollout_batch_size=16)
+    alone = budget_ppo.ppo(settings, case("bf16"))
+    rollout, scoring, update = budget_ppo.ppo(settings, case("bf16", 8, "fsdp2"))
+    assert update.gib["optimiser"] == alone[2].gib["optimiser"] / 8
+    scalar = ALL - 2048 * 64 + 64
+    held = 4 * (ALL + scalar) + 2 * ALL + 2 * scalar + 64 * 2  # in float32, in bf16 with a head in float32
+    assert rollout.gib["weights"] * GIB == pytest.approx(held / 8 + 2 * ALL, rel=1e-3)
+    assert rollout.sent == (7 / 8) * 2 * ALL
+    # Two microbatches of one episode: policy, critic, reference and reward model read each of them.
+    assert scoring.sent == 2 * (7 / 8) * 2 * (2 * ALL + 2 * scalar)
+    assert update.sent == 2 * 2 * (7 / 8) * 3 * 2 * (ALL + scalar)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_step_on_raw_text_is_one_more_microbatch() -> None:
+    plain, with_text = (
+        budget_ppo.ppo(ppo_settings(**more), case("bf16", 8, "fsdp2"))[2]
+        for more in ({}, {"ptx_data": "x", "ptx_coef": 0.1, "ptx_batch_size": 8, "ptx_block_size": 32})
+    )
+    assert with_text.sent == 2 * plain.sent
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"rollout_batch_size": 8, "num_minibatches": 2}, r"ppo\.rollout_batch_size / num_minibatches: 4 cannot be shared"),
+    ({"ptx_data": "x", "ptx_coef": 1, "ptx_batch_size": 4}, r"ppo\.ptx_batch_size: 4 cannot be shared evenly by 8"),
+])  # fmt: skip
+def test_batches_that_cannot_be_shared_evenly_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        budget_ppo.ppo(ppo_settings(**fields), case(num_processes=8))
+
+
+@pytest.mark.usefixtures("untraced")
+def test_with_fewer_rows_than_a_batch_a_step_takes_those_that_there_are() -> None:
+    fields = {"data": "x", "max_length": 32, "global_batch_size": 64}
+    settings = SFTSettings.load(fields, "sft")
+    (few,) = budget_stages.sft(settings, replace(case(num_processes=8), num_rows=16))
+    (whole,) = budget_stages.sft(settings, case(num_processes=8))
+    assert few.flops == pytest.approx(whole.flops / 4)

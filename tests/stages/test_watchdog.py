@@ -1,0 +1,206 @@
+"""Processes of a stage that write down where they are; who is named when one dies or hangs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from rlhf.data.errors import Stopped
+from rlhf.stages import stopping, watchdog
+from rlhf.stages.stopping import LOST, Stopping, Tell
+from rlhf.stages.watchdog import Place, Watchdog
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds since these processes began, which only the test moves on."""
+    now = [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdog.time, "time", lambda: 1000.0 + now[0])
+    return now
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    watchdog._current = None
+
+
+def some(folder: Path, number: int) -> list[Watchdog]:
+    """Processes that train and have written down where they are."""
+    found = [Watchdog(folder, rank, number, 100) for rank in range(number)]
+    for each in found:
+        each.start()
+        assert each.look(training=True) is None
+    return found
+
+
+def test_a_process_writes_down_where_it_is(tmp_path: Path, clock: list[float]) -> None:
+    ours, other = some(tmp_path, 2)
+    clock[0] = 7.0
+    other.move("the update", step=12)
+    with other.collective("sum"):
+        assert str(other._place) == "in the collective sum, the update after step 12"
+    other.look(training=True)
+    found = json.loads((tmp_path / "checkpoints" / "ranks" / "1.json").read_text())
+    assert found == asdict(Place(1, HOST, os.getpid(), 1007.0, "the update", 12, "sum"))
+    assert [str(place) for place in ours.places()] == [
+        "in loading after step 0", "in the update after step 12, last collective sum",
+    ]  # fmt: skip
+
+
+def test_a_stage_in_which_nobody_moves_stands_still_and_the_one_that_waits_for_nobody_is_named(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    ours, other = some(tmp_path, 2)
+    clock[0] = 10.0
+    with ours.collective("max"):
+        clock[0] = 20.0
+        other.move("the update", step=4)
+        for each in (ours, other):
+            each.look(training=True)
+        clock[0] = 119.9
+        assert ours.look(training=True) is None
+        clock[0] = 150.0
+        said = ours.look(training=True)
+    assert said == (
+        f"it stands still: rank 1 (pid {os.getpid()} on {HOST}) has not moved for 2 min; it is in the update after "
+        "step 4 (rank 0 is in the collective max, loading after step 0); if it was at work, raise stop_hung_after, "
+        "which is 100 seconds"
+    )
+    assert other.look(training=True) is not None  # it ends itself where it still can
+
+
+def test_a_slow_process_that_moves_is_waited_for(tmp_path: Path, clock: list[float]) -> None:
+    ours, slow, third = some(tmp_path, 3)
+    with ours.collective("sum"), third.collective("sum"):
+        for minute in range(1, 60):
+            clock[0] = 60.0 * minute
+            slow.move("evaluation")
+            for each in (slow, ours, third):
+                assert each.look(training=True) is None
+
+
+def test_before_there_is_a_training_state_nobody_looks_and_the_time_does_not_count(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    ours, _ = some(tmp_path, 2)
+    for hour in range(6):
+        clock[0] = 3600.0 * hour
+        assert ours.look(training=False) is None
+    clock[0] += 99
+    assert ours.look(training=True) is None
+    clock[0] += 2
+    assert ours.look(training=True) is not None
+
+
+def test_where_all_wait_each_collective_is_told(tmp_path: Path, clock: list[float]) -> None:
+    ours, other = some(tmp_path, 2)
+    with ours.collective("sum"), other.collective("barrier"):
+        for each in (ours, other):
+            each.look(training=True)
+        clock[0] = 101.0
+        said = ours.look(training=True)
+    assert said is not None
+    assert "rank 0 (pid" in said
+    assert "it is in the collective sum" in said
+    assert "rank 1 is in the collective barrier" in said
+
+
+def test_of_many_processes_those_that_only_wait_are_not_listed(tmp_path: Path, clock: list[float]) -> None:
+    many = some(tmp_path, 16)
+    for each in many:
+        if each is not many[9]:
+            each.collective("sum").__enter__()
+        each.look(training=True)
+    clock[0] = 101.0
+    said = many[3].look(training=True)
+    assert said is not None
+    assert said.startswith("it stands still: rank 9 (pid")
+    assert "(the others wait)" in said
+
+
+def test_where_a_process_cannot_be_heard_of_nobody_is_ended(tmp_path: Path, clock: list[float]) -> None:
+    ours, _ = some(tmp_path, 2)
+    (tmp_path / "checkpoints" / "ranks" / "1.json").unlink()
+    clock[0] = 200.0
+    assert ours.look(training=True) is None
+    (tmp_path / "checkpoints" / "ranks").rename(tmp_path / "gone")  # as a full disk
+    ours.move("saving")
+    for now in (300.0, 500.0):
+        clock[0] = now
+        assert ours.look(training=True) is None
+
+
+def test_code_that_knows_of_no_watchdog_tells_the_one_that_is_there(tmp_path: Path) -> None:
+    watchdog.moved("sampling")
+    with watchdog.collective("sum"):
+        pass
+    assert watchdog.here() == ""
+    found = Watchdog(tmp_path, 1, 2, 100)
+    found.start()
+    watchdog.moved("sampling")
+    watchdog.moved(step=3)
+    with watchdog.collective("max"):
+        pass
+    assert watchdog.here() == " (rank 1 of 2, in sampling after step 3, last collective max)"
+
+
+def test_the_one_that_died_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    told: list[tuple[str, str]] = []
+    ours, other = some(tmp_path, 2)
+    other._place = Place(1, HOST, process.pid, time.time(), "scoring", 2, "sum")
+    other.look(training=False)
+    found = Stopping(tmp_path, 30, print, lambda state, step, text, code=None: told.append((state, text)),
+                     [process.pid], ours)  # fmt: skip
+    found.code = 143
+    found.start()
+    with pytest.raises(Stopped) as stopped:
+        found.leave()
+    stopping.close()
+    assert stopped.value.code == 1
+    name = f"rank 1 (pid {process.pid} on {HOST}), last seen in scoring after step 2, last collective sum"
+    assert told == [("failed", f"{LOST} It was {name}")]
+
+
+def test_a_process_that_stands_still_ends_itself_and_says_where_in_the_code_it_is(tmp_path: Path) -> None:
+    """The others hang too; whole runs are in tests/faults/test_ranks.py."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY), 2)
+            ours, other = Watchdog(tmp_path, 0, 2, 0.4), Watchdog(tmp_path, 1, 2, 0.4)
+            other.start()
+            found = Stopping(tmp_path, 30, print, tell_status(tmp_path), [], ours)
+            found.start()
+            found.training = True
+            with ours.collective("sum"):
+                time.sleep(20)
+        finally:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert told["state"] == "failed"
+    assert told["message"].startswith(f"it stands still: rank 1 (pid {child} on {HOST}) has not moved for ")
+    assert "(rank 0 is in the collective sum, loading after step 0)" in told["message"]
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(told["message"])
+    assert "in test_a_process_that_stands_still" in said
+
+
+def tell_status(folder: Path) -> Tell:
+    def tell(state: str, step: int, message: str, code: int | None = None) -> None:
+        (folder / "status.json").write_text(json.dumps({"state": state, "message": message}))
+
+    return tell
