@@ -3,7 +3,6 @@
 Accelerate itself would find out when the stage is launched, in words of its own, or pass over what it does not know.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -30,12 +29,6 @@ FSDP_KEYS = (
     "fsdp_activation_checkpointing_offload", "fsdp_ignored_modules",
 )  # fmt: skip
 """What fsdp_config may hold: options of `accelerate launch`, where the first word may be left out."""
-DEEPSPEED_KEYS = (
-    "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
-    "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping",
-    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter",
-    "deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names",
-)  # fmt: skip
 TYPES = (
     "NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
     "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "MEGATRON_LM",
@@ -102,14 +95,13 @@ def _unknown(config: Mapping[str, Any]) -> Iterator[str]:
     for key in config:
         if key not in KEYS:
             yield f"no key '{key}'; {nearest(str(key), list(KEYS))}"
-    for part, known, prefix in (("fsdp_config", FSDP_KEYS, "fsdp_"), ("deepspeed_config", DEEPSPEED_KEYS, "")):
-        section = config.get(part) or {}
-        if not isinstance(section, dict):
-            yield f"{part}: {section!r} has no parts; give a mapping"
-            continue
-        for key in section:
-            if key not in known and f"{prefix}{key}" not in known:
-                yield f"{part}: no key '{key}'; {nearest(str(key), list(known))}"
+    section = config.get("fsdp_config") or {}
+    if not isinstance(section, dict):
+        yield f"fsdp_config: {section!r} has no parts; give a mapping"
+        return
+    for key in section:
+        if key not in FSDP_KEYS and f"fsdp_{key}" not in FSDP_KEYS:
+            yield f"fsdp_config: no key '{key}'; {nearest(str(key), list(FSDP_KEYS))}"
 
 
 def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
@@ -121,8 +113,8 @@ def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
         yield 'distributed_type: NO without quotes means false; write "NO"'
     elif kind not in TYPES:
         yield f"distributed_type: found {kind!r}; {nearest(str(kind), list(TYPES))}"
-    if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
-        yield "distributed_type: DEEPSPEED needs deepspeed; pip install deepspeed, or take fsdp2"
+    if kind == "DEEPSPEED":
+        yield "distributed_type: DEEPSPEED is not supported; take fsdp2, which does what ZeRO-3 does, or zero2"
     for key in ("num_processes", "num_machines"):
         found = config.get(key)
         if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):

@@ -68,15 +68,14 @@ def _layout(recipe: Recipe, stage: str, otherwise: str | None) -> str | None:
     if name is None:
         return otherwise
     config = read_config(name)
-    kind, zero = config.get("distributed_type"), (config.get("deepspeed_config") or {}).get("zero_stage", 2)
+    kind, options = config.get("distributed_type"), config.get("fsdp_config") or {}
     if kind == "FSDP":
-        return "fsdp2"
-    if kind == "DEEPSPEED" and zero in (2, 3):
-        return f"zero{zero}"
+        return "fsdp2" if options.get("fsdp_reshard_after_forward", True) else "zero2"
     if kind == "NO" or str(kind).startswith("MULTI_"):
         return "ddp"
-    found = f"DeepSpeed with zero_stage {zero}" if kind == "DEEPSPEED" else f"distributed_type {kind}"
-    raise SettingsError(f"accelerate_config {name}: {found} cannot be estimated; take ddp, fsdp2, zero2 or zero3")
+    raise SettingsError(
+        f"accelerate_config {name}: distributed_type {kind} cannot be estimated; take ddp, fsdp2 or zero2"
+    )
 
 
 def counted(recipe: Recipe, stage: str) -> dict[str, int]:

@@ -42,7 +42,7 @@ class Recipe(Shared):
     num_processes: int | dict[str, int] | None = None
     """Processes of each stage, or a number per stage, {pretrain: 8, reward: 1}; by default one for each GPU here."""
     accelerate_config: str | dict[str, str] | None = None
-    """What the stages are launched with: a file that `accelerate config` wrote, or ddp, fsdp2, zero2, zero3 or cpu2,
+    """What the stages are launched with: a file that `accelerate config` wrote, or ddp, fsdp2, zero2 or cpu2,
     which are shipped; or one per stage, {pretrain: fsdp2, ppo: mine.yaml}."""
     pretrain: PretrainSettings | None = None
     """The base model from raw text."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from peft import (
     LoraConfig,
     PeftModel,
@@ -32,7 +31,6 @@ from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weigh
 
 from rlhf.data.errors import RefusedError, first_line
 from rlhf.stages.models import SCORE_KEYS, ScalarModel, fresh_head
-from rlhf.stages.optimizers import trained
 from rlhf.stages.settings import LoraSettings
 
 _PREFIX = "base_model.model."  # of all names in PEFT's files
@@ -155,29 +153,6 @@ def save_head(folder: Path, head: nn.Linear) -> None:
     """Write a head to one number to a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / _HEAD)
-
-
-def checkpoint_trained_only(accelerator: Accelerator) -> None:
-    """Let checkpoints hold the weights that are trained, and not the frozen base time and again."""
-
-    def on_save(models: list[nn.Module], states: list[dict[str, Tensor]], _folder: str) -> None:
-        for number, model in enumerate(models[: len(states)]):
-            names = trained(accelerator.unwrap_model(model))
-            states[number] = {name: tensor for name, tensor in states[number].items() if name in names}
-
-    def on_load(models: list[nn.Module], folder: str) -> None:
-        for number, model in enumerate(models):
-            weights = trained(accelerator.unwrap_model(model))
-            state = load_file(Path(folder) / f"model{f'_{number}' if number else ''}.safetensors")
-            if {name: x.shape for name, x in state.items()} != {name: x.shape for name, x in weights.items()}:
-                raise RuntimeError(f"{folder}: the checkpoint holds other weights than those that are trained now")
-            with torch.no_grad():
-                for name, tensor in state.items():
-                    weights[name].copy_(tensor)
-        models.clear()  # nothing is left for accelerate to load
-
-    accelerator.register_save_state_pre_hook(on_save)
-    accelerator.register_load_state_pre_hook(on_load)
 
 
 def _inject(config: LoraConfig, model: PreTrainedModel) -> None:

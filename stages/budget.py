@@ -23,6 +23,7 @@ from rlhf.stages.footprint import ATTENTION
 from rlhf.stages.models import ScalarModel
 from rlhf.stages.profile import Cost, cost_of
 from rlhf.stages.settings import LoraSettings
+from rlhf.stages.sharding import local
 
 GIB = 2**30
 KINDS = ("weights", "optimiser", "gradients", "activations", "cache", "logits")
@@ -138,10 +139,11 @@ class Held:
                 if id(tensor) in self.seen:
                     continue
                 self.seen.add(id(tensor))
-                self.weights += tensor.nbytes
+                size = local(tensor).nbytes
+                self.weights += size
                 if tensor.requires_grad:
-                    self.gradients += tensor.nbytes
-                    self.moments += 2 * tensor.nbytes
+                    self.gradients += size
+                    self.moments += 2 * size
         return self
 
     @property

@@ -3,7 +3,7 @@ nothing is."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +22,13 @@ class Piece:
     rows: list[int]
     num_prompt: int
     num_response: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, some: slice) -> "Piece":
+        """Some of its rows."""
+        return replace(self, rows=self.rows[some])
 
     def of_text(self, tensor: Tensor, num_response: int) -> Tensor:
         """From [B,T]: prompts padded on the left, then responses padded on the right to `num_response`."""

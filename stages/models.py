@@ -190,8 +190,7 @@ def fresh_head(hidden_size: int, bias: bool = False) -> nn.Linear:
 def scalars(head: nn.Linear, hidden: Tensor) -> Tensor:
     """One number in float32 per state: [B,T] from [B,T,d], or [N] from [N,d]."""
     with torch.autocast(hidden.device.type, enabled=False):
-        bias = None if head.bias is None else head.bias.float()
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
+        return head(hidden.to(head.weight.dtype)).float().squeeze(-1)
 
 
 class PolicyModel(nn.Module):

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
+from rlhf.stages.sharding import reshard
+
 FIRST_BETA = 0.9
 
 
@@ -41,7 +43,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The weights that learn, by name."""
+    """The weights that learn, by name; of a sharded model those that its optimizer has."""
+    reshard(model)
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +11,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from rlhf.data.errors import RefusedError
+from rlhf.stages import sharding
+from rlhf.stages.sharding import Rows
 from rlhf.stages.watchdog import collective
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class Processes:
@@ -24,7 +27,8 @@ class Processes:
         self.device = accelerator.device
         self.rank, self.num_processes = accelerator.process_index, accelerator.num_processes
         self.is_main = accelerator.is_main_process
-        checkpoint_unwrapped(accelerator)
+        self.sharding = sharding.asked_for() if self.num_processes > 1 else None
+        """How models are spread over the processes; None where each has the whole of them."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over all processes, element by element; float64 is welcome on the CPU (some devices lack it)."""
@@ -48,14 +52,41 @@ class Processes:
         """This process's share of some rows; for training steps the shares are equal (`batch_size`)."""
         return indices[self.rank :: self.num_processes]
 
-    def accumulate(self, microbatches: Sequence[T], *models: torch.nn.Module) -> Iterator[T]:
-        """The microbatches of a step, one after the other; gradients are reduced over processes at the last."""
+    def accumulate(self, microbatches: Sequence[Rows], *models: torch.nn.Module) -> Iterator[Rows]:
+        """The microbatches of a step, one after the other; gradients are reduced over processes at the last, those of
+        sharded models at each."""
+        microbatches = sharding.evenly(microbatches, *models)
         for number, microbatch in enumerate(microbatches, start=1):
             with ExitStack() as stack:
                 if number < len(microbatches):
                     for model in models:
                         stack.enter_context(self.accelerator.no_sync(model))
                 yield microbatch
+
+    @property
+    def low_precision(self) -> torch.dtype | None:
+        """The autocast type, which models that are not trained may be kept in; None where all is float32."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+
+    def spread(self, model: Model) -> Model:
+        """Spread a model over the processes, if that is asked for; before its optimizer is made. In place."""
+        if self.sharding is not None:
+            sharding.spread(model, self.sharding, self.device, self.low_precision)
+            if any(weight.requires_grad for weight in model.parameters()):
+                self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and not to be wrapped again
+        return model
+
+    def whole(self, model: Any, to_sample: bool = False) -> AbstractContextManager[Any]:
+        """A model with all of its weights, for the main process to save, or to sample from; all ask for it together."""
+        model = self.unwrap(model)
+        if not sharding.is_sharded(model):
+            return nullcontext(model)
+        device, dtype = (self.device, self.low_precision) if to_sample else (torch.device("cpu"), None)
+        return sharding.Whole(model, device, dtype, everywhere=False)
+
+    def clip_gradients(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """The norm that they had."""
+        return sharding.full(torch.as_tensor(self.accelerator.clip_grad_norm_(model.parameters(), max_norm)))
 
     def unwrap(self, model: Any) -> Any:
         """The model without the wrapper that accelerate put around it."""
@@ -82,11 +113,19 @@ class Processes:
     def check(self, stage: str) -> None:
         """Refuse what a stage cannot work with, and processes that do not see each other."""
         kind = self.accelerator.distributed_type
+        if kind == DistributedType.DEEPSPEED:
+            raise RefusedError(
+                f"{stage}: the accelerate config asks for DEEPSPEED, which is not supported; use distributed_type FSDP "
+                "with fsdp_version: 2, which does what ZeRO-3 does, or with fsdp_reshard_after_forward: false what "
+                "ZeRO-2 does"
+            )
         if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
             raise RefusedError(
-                f"{stage}: the accelerate config asks for {kind.value}; only data parallelism "
-                "(distributed_type NO, MULTI_GPU, MULTI_CPU) is supported so far"
+                f"{stage}: the accelerate config asks for {kind.value}; NO, MULTI_GPU, MULTI_CPU and FSDP (version 2) "
+                "are supported"
             )
+        if self.sharding is not None and self.accelerator.mixed_precision == "fp16":
+            raise RefusedError(f"{stage}.precision: fp16 is not supported for sharded models; use bf16 or fp32")
         world = int(os.environ.get("WORLD_SIZE", "1"))
         asked = int(os.environ.get("RLHF_NUM_PROCESSES", world))
         if not world == asked == self.accelerator.num_processes:
@@ -96,15 +135,7 @@ class Processes:
                 "ACCELERATE_USE_CPU=true and pass --multi_gpu"
             )
 
-
-def checkpoint_unwrapped(accelerator: Accelerator) -> None:
-    """Let checkpoints name the weights as one process does: the wrapper of several puts a word before each name."""
-
-    def on_save(models: list[torch.nn.Module], states: list[Any], _folder: str) -> None:
-        states[:] = [accelerator.unwrap_model(model).state_dict() for model in models]
-
-    def on_load(models: list[torch.nn.Module], _folder: str) -> None:
-        models[:] = [accelerator.unwrap_model(model) for model in models]
-
-    accelerator.register_save_state_pre_hook(on_save)
-    accelerator.register_load_state_pre_hook(on_load)
+    def refuse_if_sharded(self, setting: str, because: str) -> None:
+        """Refuse a setting that does not go together with models that are spread over processes."""
+        if self.sharding is not None:
+            raise RefusedError(f"{setting}: not with models that are spread over processes (FSDP): {because}")

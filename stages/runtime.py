@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     InitProcessGroupKwargs,
@@ -26,12 +27,11 @@ from accelerate.utils import (
     load,
     set_seed,
 )
-from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
 from rlhf.data.split import train_and_eval
-from rlhf.stages import logs, out_of_memory, profile, stopping, watchdog
+from rlhf.stages import logs, out_of_memory, profile, sharding, stopping, training_state, watchdog
 from rlhf.stages.artifact import AnyStage, Artifact, identify, refuse_damaged_model, remove_temporaries, seal
 from rlhf.stages.checkpoints import (
     CannotWrite,
@@ -65,6 +65,7 @@ class Runtime(Processes, Generic[AnyStage]):
         be_quiet()
         # Stages that share a process may differ in precision; accelerate keeps one state per process.
         AcceleratorState._reset_state()
+        sharding.asked_for()  # before Accelerate looks
         accelerator = Accelerator(
             mixed_precision=choose_precision(settings.precision, settings.stage),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
@@ -78,7 +79,7 @@ class Runtime(Processes, Generic[AnyStage]):
         self.state: dict[str, Any] = {}
         """JSON values that belong to the training state (the best loss so far, …)."""
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
-        """Tensors that belong to it beside models and optimizers, each group under the name of its file."""
+        """Tensors that belong to it beside models and optimizers, in groups."""
         self.in_memory = ""
         """What models need all the time, in words; set by a stage that has loaded them."""
         self.phases = profile.Phases(self.device, profile.limits(self.device_name, self.precision))
@@ -218,15 +219,11 @@ class Runtime(Processes, Generic[AnyStage]):
         stream = f"{self.settings.seed} {self.rank if per_process else 'weights'}" + (f" {step}" if step else "")
         set_seed(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "big"))
 
-    @property
-    def low_precision(self) -> torch.dtype | None:
-        """The autocast type, which models that are not trained may be kept in; None where all is float32."""
-        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
-
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def step_is_done(self, step: int) -> None:
-        """`step` steps are behind: for the trace, if one is wanted."""
+        """`step` steps are behind: for the trace, if one is wanted, and for sharded models."""
+        sharding.settle()
         watchdog.moved(step=step)
         if self._trace is not None:
             with self.clock_stopped(), saying_what_cannot_be_written(self.folder, "profile"):
@@ -246,10 +243,8 @@ class Runtime(Processes, Generic[AnyStage]):
     def save(self, step: int) -> None:
         """Write the full training state as a checkpoint."""
         with self.saving(step) as folder:
-            self.accelerator.save_state(str(folder))
-            if self.is_main:
-                for name, tensors in self.tensors.items():
-                    save_file(tensors, folder / f"{name}.safetensors")
+            training_state.save(folder, *self._learners(), self.tensors, self.is_main)
+            save_accelerator_state(str(folder), [], [], [], [], self.rank, 0, self.accelerator.scaler)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[Path]:
@@ -317,13 +312,15 @@ class Runtime(Processes, Generic[AnyStage]):
         checkpoint = self.newest_checkpoint()
         if checkpoint is None:
             return None
-        self.accelerator.load_state(str(checkpoint.folder))
-        for name, tensors in self.tensors.items():
-            for key, tensor in load_file(checkpoint.folder / f"{name}.safetensors").items():
-                tensors[key].copy_(tensor)
+        training_state.load(checkpoint.folder, *self._learners(), self.tensors)
+        load_accelerator_state(str(checkpoint.folder), [], [], [], [], self.rank, self.accelerator.scaler)
         if not self.new_streams(checkpoint):
             self._check_streams(checkpoint)
         return checkpoint.step
+
+    def _learners(self) -> tuple[list[torch.nn.Module], list[Any]]:
+        """Models and optimizers, as they were prepared."""
+        return [self.unwrap(model) for model in self.accelerator._models], self.accelerator._optimizers
 
     def _check_streams(self, checkpoint: Checkpoint) -> None:
         """Accelerate passes silently over random states that it cannot restore."""

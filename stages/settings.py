@@ -99,7 +99,8 @@ class StageSettings(Settings):
     microbatch_size: int | None = Field(None, ge=1)
     """Rows (prompts, episodes) per forward pass on one device; its whole share of the batch by default."""
     auto_microbatch: bool = False
-    """Halve microbatch_size and try again when memory runs out; the global batch stays. For one process."""
+    """Halve microbatch_size (while answers are sampled, generation_batch_size) and try again when memory runs out; the
+    global batch stays. For one process."""
     max_skipped: int = Field(3, ge=1)
     """A step whose loss or gradient is not finite is skipped; after so many in a row the stage stops."""
     log_every: int = Field(10, ge=1)

@@ -6,7 +6,7 @@
 # It is started once on each machine, and only MACHINE differs: its number, from 0 on. GPUS are those of one machine,
 # ADDRESS is that of machine 0, RECIPE and RUN lie on a disk that all of them see.
 #
-#   PRESET   how models are spread, by path or shipped name: ddp (as it is), fsdp2, zero2, zero3
+#   PRESET   how models are spread, by path or shipped name: ddp (as it is), fsdp2, zero2
 #   PORT     where the processes meet on machine 0: 29500, if nothing else is said
 set -euo pipefail
 

@@ -72,9 +72,12 @@ class Evaluator:
             mine = self.run.shard(list(range(len(self.prompts))))
             size = max(settings.rollout_batch_size // self.run.num_processes, 1)  # as many as in a rollout
             most = -(-len(self.prompts) // self.run.num_processes)  # as often in every process: a server asks for it
+            num = len(mine)
+            if self.run.sharding:  # and sharded models ask for as many rows
+                mine += [0] * (most - num)
             for rows in (mine[start : start + size] for start in range(0, most, size)):
                 found += zip(rows, self._answers(policy, rows), strict=True)
-        answers = [answer for _, answer in sorted(gather_object(found), key=lambda pair: pair[0])]
+        answers = [answer for _, answer in sorted(gather_object(found[:num]), key=lambda pair: pair[0])]
         if judge := settings.judge:
             responses = [answer.response for answer in answers]
             qualities = self.run.from_main(lambda: judge_answers(judge, self.prompts, responses))
@@ -125,7 +128,7 @@ def evaluate_folder(folder: Path) -> dict[str, float]:
     rewards = load_rewards(settings, tokenizer, policy.model)
     for model in (policy, reference, rewards):
         model.to(run.device).eval()
-    engines = {model: policy_engine(run, model.model) for model in (policy, reference)}
+    engines = {model: policy_engine(run, model) for model in (policy, reference)}
     evaluator = Evaluator(run, tokenizer, reference, rewards, prompts, encoded, engines)
     figures = comparison(evaluator(reference), evaluator(policy))
     run.close()

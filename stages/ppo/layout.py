@@ -35,7 +35,7 @@ from rlhf.stages.models import (
 from rlhf.stages.optimizers import trained
 from rlhf.stages.packing import packs_here, reads_packs
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.reward_models import ModelReward
+from rlhf.stages.ppo.reward_models import ModelReward, PairReward
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
 from rlhf.stages.runtime import Runtime
 
@@ -48,6 +48,18 @@ class Roles:
     reference: PolicyModel
     critic: ScalarModel | None  # None where the policy reads the values
     rewards: Rewards
+
+    def named(self) -> list[tuple[str, nn.Module]]:
+        """All models, with a name for each."""
+        found: list[tuple[str, nn.Module]] = [("policy", self.policy), ("reference", self.reference)]
+        if self.critic is not None:
+            found.append(("critic", self.critic))
+        for model in self.rewards.models:
+            if isinstance(model, ModelReward):
+                found.append((model.name, model.scalar))
+            elif isinstance(model, PairReward):
+                found.append((model.name, model.classifier))
+        return found
 
     def optimizers(self, settings: PPOSettings) -> list[torch.optim.Optimizer]:
         """One for the policy, and one for the critic where there is one."""
@@ -69,8 +81,6 @@ def ppo_adamw(models: list[tuple[nn.Module, float]]) -> torch.optim.AdamW:
 
 def prepare(run: Runtime[PPOSettings], roles: Roles) -> tuple[Any, ...]:
     """(policy, critic or None, optimisers) as accelerate wraps them for the run's processes."""
-    if run.settings.layout == "adapters":
-        adapters.checkpoint_trained_only(run.accelerator)
     optimizers = roles.optimizers(run.settings)
     if roles.critic is None:
         policy, *optimizers = run.accelerator.prepare(roles.policy, *optimizers)
@@ -81,12 +91,23 @@ def prepare(run: Runtime[PPOSettings], roles: Roles) -> tuple[Any, ...]:
 def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:
     """The models that the settings name, in their layout. Raises RefusedError for what cannot be used."""
     settings = run.settings
+    if settings.layout == "adapters":
+        run.refuse_if_sharded("ppo.layout: adapters", "its roles share one base; use MULTI_GPU, or another layout")
+    if settings.offload:
+        run.refuse_if_sharded("ppo.offload", "leave it out")
     roles = _on_one_base(run, tokenizer) if settings.layout == "adapters" else _apart(run, tokenizer)
     roles.reference.requires_grad_(False)
-    for model in (roles.policy, roles.critic, roles.reference, roles.rewards):
-        if model is not None:
-            model.to(run.device).eval()
-    read_without_padding(run, roles)
+    padded = []
+    for name, member in roles.named():
+        member.to(run.device).eval()
+        if isinstance(member, PolicyModel | ScalarModel) and not reads_without_padding(run, member):
+            padded.append(name)
+        run.spread(member)  # before the next one comes to the device
+    if settings.packing and padded:
+        run.say(
+            f"ppo.packing has no effect on {', '.join(padded)}: the model, or its attention on this device, does not "
+            "keep texts apart"
+        )
     if settings.compile and run.device.type == "cuda":
         # All of them: compiled layers round less, and policy and reference are compared.
         for decoder in (roles.policy.model, roles.reference.model, *_classifiers(roles)):
@@ -100,24 +121,12 @@ def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) ->
     return roles
 
 
-def read_without_padding(run: Runtime[PPOSettings], roles: Roles) -> None:
-    """Let every decoder, on the run's device, read packed texts if it can; say so where that was asked for in vain."""
-    asked, precision = run.settings.packing, run.accelerator.mixed_precision
-    readers: list[tuple[str, PolicyModel | ScalarModel, PreTrainedModel]] = [
-        ("policy", roles.policy, roles.policy.model), ("reference", roles.reference, roles.reference.model)
-    ]  # fmt: skip
-    if roles.critic is not None:
-        readers.append(("critic", roles.critic, roles.critic.classifier))
-    for reward in roles.rewards.models:
-        if isinstance(reward, ModelReward):
-            readers.append((reward.name, reward.scalar, reward.scalar.classifier))
-    for _, reader, model in readers:
-        reader.packed = packs_here(asked, run.device, precision) and reads_packs(model, run.accelerator.autocast())
-    if asked and (others := [name for name, reader, _ in readers if not reader.packed]):
-        run.say(
-            f"ppo.packing has no effect on {', '.join(others)}: the model, or its attention on this device, does not "
-            "keep texts apart"
-        )
+def reads_without_padding(run: Runtime[PPOSettings], reader: PolicyModel | ScalarModel) -> bool:
+    """Let a decoder on the run's device read packed texts if it can; whether it does."""
+    model = reader.model if isinstance(reader, PolicyModel) else reader.classifier
+    here = packs_here(run.settings.packing, run.device, run.accelerator.mixed_precision)
+    reader.packed = here and reads_packs(model, run.accelerator.autocast())
+    return reader.packed
 
 
 def _apart(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:

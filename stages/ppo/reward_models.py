@@ -36,6 +36,7 @@ from rlhf.stages.models import (
     why_not_loaded,
 )
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.sharding import evenly
 
 
 @dataclass
@@ -90,7 +91,7 @@ class ModelReward(nn.Module):
         width = episodes.mask.shape[1]
         lengths = episodes.attention_mask[:, :-width].sum(-1).tolist(), episodes.mask.sum(-1).tolist()
         scores = torch.zeros(len(episodes.mask), device=episodes.mask.device)
-        for piece in episodes.cut(*lengths, microbatch_size, self.scalar.packed):
+        for piece in evenly(episodes.cut(*lengths, microbatch_size, self.scalar.packed), self.scalar):
             ids, attention_mask = (piece.of_text(x, width) for x in (episodes.input_ids, episodes.attention_mask))
             in_response = torch.zeros_like(attention_mask)
             in_response[:, -piece.num_response :] = piece.of_response(episodes.mask)
@@ -102,7 +103,8 @@ class ModelReward(nn.Module):
         encoded = [self._encode(episodes, row) for row in range(len(episodes.responses))]
         lengths = [len(text.input_ids) for text in encoded]
         scores = torch.zeros(len(encoded), device=episodes.input_ids.device)
-        for piece in episodes.cut([0] * len(encoded), lengths, microbatch_size, self.scalar.packed):
+        cut = episodes.cut([0] * len(encoded), lengths, microbatch_size, self.scalar.packed)
+        for piece in evenly(cut, self.scalar):
             padded = pad_examples([encoded[row] for row in piece.rows], self.tokenizer.pad_token_id)
             ids, attention_mask, in_response = (x.to(self.scalar.classifier.device) for x in padded)
             scores[piece.rows] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(scores)
@@ -151,7 +153,7 @@ class PairReward(nn.Module):
                 raise _too_long(self, episodes, row)
         scores = torch.zeros(len(lengths), device=episodes.input_ids.device)
         fitting = [min(length, self.max_length) for length in lengths]
-        for piece in episodes.cut([0] * len(lengths), fitting, microbatch_size):
+        for piece in evenly(episodes.cut([0] * len(lengths), fitting, microbatch_size), self.classifier):
             encoded = self.tokenizer(
                 [prompts[row] for row in piece.rows], [responses[row] for row in piece.rows], truncation="only_first",
                 max_length=self.max_length, padding=True, return_tensors="pt", **plain,

@@ -24,6 +24,7 @@ from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.reward_models import Episodes
 from rlhf.stages.ppo.rewards import Rewards, response_texts
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.sharding import GatheredEngine, Whole, evenly, is_sharded
 
 
 @dataclass
@@ -72,8 +73,20 @@ class Rollout:
         return Rollout(**{f.name: cut(f.name) for f in fields(self)})
 
 
-def policy_engine(run: Runtime[PPOSettings], model: PreTrainedModel) -> Engine:
-    """What samples from `model`, as the settings say; a server is for the policy that is trained."""
+def policy_engine(run: Runtime[PPOSettings], policy: PolicyModel) -> Engine:
+    """What samples from a policy, as the settings say; a server is for the one that is trained."""
+    if not is_sharded(policy):
+        return _engine(run, policy.model)
+    served = run.settings.rollout.engine == "vllm"
+    if served:
+        whole = Whole(policy, torch.device("cpu"), everywhere=False)
+    else:
+        whole = Whole(policy, run.device, run.low_precision)
+        run.say("the policy is gathered once for each rollout: every process then has all of its weights")
+    return GatheredEngine(_engine(run, whole.model.model), whole, served)
+
+
+def _engine(run: Runtime[PPOSettings], model: PreTrainedModel) -> Engine:
     settings = run.settings
     given = settings.rollout
     if given.engine != "vllm":
@@ -129,7 +142,8 @@ def collect(
         read = after_the_end(mask) if settings.score_placement == "after_eos" else mask
         lengths = [len(ids) for ids in prompts], read.sum(-1).tolist()
         limit, packed = settings.microbatch_tokens, all(x.packed for x in (policy, reference, critic) if x is not None)
-        for piece in pieces(*lengths, microbatch_size, max_tokens=limit, device=device.type, packed=packed):
+        cut = pieces(*lengths, microbatch_size, max_tokens=limit, device=device.type, packed=packed)
+        for piece in evenly(cut, policy):
             text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
             doing("the rollout", text[0])
             found = read_part(policy, reference, critic, *text, piece.num_response, settings)

@@ -36,7 +36,8 @@ class Selection:
         self.run.state["evaluations"].append({"step": step, "within_budget": within, **figures})
         # Over the budget the newest is kept as long as there is nothing better: a run never ends without a model.
         if (within and figures["score"] > max(earlier, default=-math.inf)) or (not within and not earlier):
-            self.run.on_main(lambda: self._keep(step, policy, answers))
+            with self.run.whole(policy) as whole:
+                self.run.on_main(lambda: self._keep(step, whole, answers))
         return {f"eval_{name}": value for name, value in figures.items()}
 
     def finish(self, folder: Path) -> dict[str, Any]:

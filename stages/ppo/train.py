@@ -4,6 +4,7 @@ Run by hand: `accelerate launch -m rlhf.stages.ppo FOLDER`, where FOLDER holds a
 """
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from rlhf.stages.ppo.shaping import shaped_scores, targets
 from rlhf.stages.ppo.update import Updater
 from rlhf.stages.ppo.work import Work
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.sharding import gathered
 
 
 @explained
@@ -60,7 +62,7 @@ def train(folder: str | Path) -> dict[str, Any]:
         run.batch_size("ptx_batch_size", settings.ptx_batch_size, settings.ptx_batch_size)
     stops = [tokenizer.eos_token_id]
     update = Updater(run, policy, critic, optimizers, ptx_blocks(run, tokenizer))
-    engine = policy_engine(run, roles.policy.model)
+    engine = policy_engine(run, roles.policy)
     engine.sync(roles.policy.model)
     engines = {roles.policy: engine}
     evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded, engines)
@@ -125,11 +127,13 @@ def train(folder: str | Path) -> dict[str, Any]:
     metrics = {**selection.finish(folder), "findings": health.active}
     if smaller := run.state.get("generation_batch_size"):  # by auto_microbatch
         metrics["generation_batch_size"] = smaller
-    run.on_main(lambda: save_critic(folder / "critic", roles.critic, selection.best, settings, tokenizer))
+    with nullcontext() if roles.critic is None else run.whole(roles.critic) as whole:
+        run.on_main(partial(save_critic, folder / "critic", whole, selection.best, settings, tokenizer))
     if settings.ema_decay is not None:
         update.ema.swap(roles.policy)
         average = folder / "checkpoints" / "ema"
-        run.on_main(lambda: keep_policy(average, roles.policy, settings, tokenizer))
+        with run.whole(roles.policy) as whole:
+            run.on_main(partial(keep_policy, average, whole, settings, tokenizer))
         run.on_main(lambda: put_in_place(average, folder / "ema", settings, tokenizer))
     return run.finish(metrics, hand_over(tokenizer, roles.policy.model))
 
@@ -196,8 +200,8 @@ def self_check(run: Runtime[PPOSettings], policy: torch.nn.Module, rollout: Roll
     exact = run.accelerator.mixed_precision == "no"
     lengths, limit = (rollout.prompt_lengths.tolist(), rollout.lengths.tolist()), settings.microbatch_tokens
     part = rollout.cut(pieces(*lengths, run.microbatch_size, max_tokens=limit)[0])
-    run.unwrap(policy).check_head(part.input_ids[0][part.attention_mask[0]][None])
-    with torch.no_grad():
+    with torch.no_grad(), gathered(run.unwrap(policy)):
+        run.unwrap(policy).check_head(part.input_ids[0][part.attention_mask[0]][None])
         logprobs, _, _ = policy(part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature)
 
     def gap(other: Tensor) -> float:

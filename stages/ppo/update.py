@@ -75,7 +75,7 @@ class Updater:
                     optimizer.zero_grad()
             else:
                 norms = {
-                    f"{name}_grad_norm": run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+                    f"{name}_grad_norm": run.clip_gradients(model, settings.max_grad_norm)
                     for name, model, _ in learners
                 }
                 numbers = _of_all(run, {name: value for name, value in stats.items() if name.endswith("_loss")})

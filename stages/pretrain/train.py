@@ -5,6 +5,7 @@ Run by hand: `accelerate launch -m rlhf.stages.pretrain FOLDER`, where FOLDER ho
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlhf.stages.artifact import read_settings
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import copy_folder
-from rlhf.stages.models import hand_over, num_positions, save_folder
+from rlhf.stages.models import compile_layers, hand_over, num_positions, save_folder
 from rlhf.stages.optimizers import adamw, learning_rate_at, scaled_step, set_learning_rate, trained
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -30,6 +31,7 @@ from rlhf.stages.pretrain.model import flops_per_token, make_model, non_embeddin
 from rlhf.stages.pretrain.muon import Muon
 from rlhf.stages.pretrain.objective import NextTokenLoss
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.sharding import gathered
 
 
 @explained
@@ -38,6 +40,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     settings = read_settings(folder, PretrainSettings)
     run = Runtime(settings, folder)
+    if settings.optimizer == "muon":
+        run.refuse_if_sharded("pretrain.optimizer: muon", "it takes whole matrices; use adamw")
     run.num_steps = settings.num_steps
     corpus = prepare(run)
     tokenizer, eos = corpus.tokenizer, corpus.tokenizer.eos_token_id
@@ -46,10 +50,11 @@ def train(folder: str | Path) -> dict[str, Any]:
     prompts = sample_prompts(settings, model, tokenizer)
     run.flops_per_token = flops_per_token(model, corpus.block_size)
     run.in_memory = weights_in_memory(model)
-    optimizers = make_optimizers(model, settings)
-    loss_of, *optimizers = run.accelerator.prepare(
-        NextTokenLoss(model, settings.compile and run.device.type == "cuda"), *optimizers
-    )
+    compiled = settings.compile and run.device.type == "cuda"
+    if compiled and run.sharding:  # layers, for their weights come and go
+        compile_layers(model)
+    loss_of = run.spread(NextTokenLoss(model, compiled and not run.sharding))
+    loss_of, *optimizers = run.accelerator.prepare(loss_of, *make_optimizers(model, settings))
     run.say(
         f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, {corpus.rows.num_tokens:,} training "
         f"tokens, {corpus.eval_rows.num_tokens:,} held out; {run.precision} on {run.device_name}"
@@ -82,10 +87,13 @@ def train(folder: str | Path) -> dict[str, Any]:
         if evaluate_now:
             with run.clock_stopped(), run.phases.evaluation():
                 row["val_loss"] = validation_loss(run, run.unwrap(loss_of), corpus.eval_rows, eos)
-                show_samples(run, model, tokenizer, prompts, step)
+                if prompts:
+                    with run.whole(loss_of, to_sample=True) as whole:
+                        show_samples(run, whole.model, tokenizer, prompts, step)
             if row["val_loss"] < run.state.get("best_val_loss", math.inf):
                 run.state |= {"best_val_loss": row["val_loss"], "best_step": step, "num_tokens": row["num_tokens"]}
-                run.on_main(lambda: save_folder(folder / "checkpoints" / "best", model, tokenizer))
+                with run.whole(loss_of) as whole:
+                    run.on_main(partial(save_folder, folder / "checkpoints" / "best", whole.model, tokenizer))
         run.log(step, row, force=evaluate_now)
         run.checkpoint(step, good=health.is_well)
         if evaluate_now and has_stalled(run, step):
@@ -170,7 +178,7 @@ def optimise(
 
     total = within_memory(run, len(rows), gradients, loss_of)
     run.count_tokens(len(rows) * (batch.shape[1] - 1))
-    norm = run.accelerator.clip_grad_norm_(loss_of.parameters(), run.settings.max_grad_norm)
+    norm = run.clip_gradients(loss_of, run.settings.max_grad_norm)
     loss, scaler = run.sum(total), run.accelerator.scaler
     if scaler is None:
         skipped = (~(torch.isfinite(loss + norm) & (loss <= limit))).float()
@@ -216,12 +224,13 @@ def validation_loss(run: Runtime[PretrainSettings], loss_of: NextTokenLoss, rows
     """Mean token loss over all held-out blocks, each counted once whatever the number of processes."""
     loss_of.eval()
     total = torch.zeros(2, dtype=torch.float64)
-    for some in run.chunks(len(rows), run.settings.global_batch_size):
-        blocks = rows[some]
-        doing("evaluation", blocks)
-        with run.accelerator.autocast():
-            loss = loss_of.losses(**inputs_of(run, blocks, eos))
-        total += torch.tensor([loss.item(), blocks[:, 1:].numel()], dtype=torch.float64)
+    with gathered(loss_of):
+        for some in run.chunks(len(rows), run.settings.global_batch_size):
+            blocks = rows[some]
+            doing("evaluation", blocks)
+            with run.accelerator.autocast():
+                loss = loss_of.losses(**inputs_of(run, blocks, eos))
+            total += torch.tensor([loss.item(), blocks[:, 1:].numel()], dtype=torch.float64)
     loss_of.train()
     total = run.sum(total)
     return (total[0] / total[1]).item()
@@ -250,7 +259,7 @@ def show_samples(
 ) -> None:
     """Let the model go on with the texts of `sample_prompts`; the training's random stream is left as it was."""
     settings = run.settings
-    if not prompts or not run.is_main:
+    if not run.is_main:
         return
     from rlhf.stages.engines.choice import make_engine  # and PEFT with it, which takes seconds that no start should
 

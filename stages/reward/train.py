@@ -48,6 +48,7 @@ from rlhf.stages.reward.evaluate import (
 )
 from rlhf.stages.reward.objective import comparable, margins, ranking_loss
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.sharding import gathered
 
 
 @explained
@@ -75,8 +76,6 @@ def train(folder: str | Path) -> dict[str, Any]:
     lm_head = language_head(settings.model, tokenizer).to(run.device) if settings.lm_coef else None
     if settings.lora:
         adapters.add_lora(model.classifier, settings.lora)
-        adapters.checkpoint_trained_only(run.accelerator)
-    optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
     run.in_memory = weights_in_memory(model, *([lm_head] if lm_head else []))
     model.packed = packs_here(settings.packing, run.device, run.accelerator.mixed_precision) and reads_packs(
         model.to(run.device).classifier, run.accelerator.autocast()
@@ -87,6 +86,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     if compiled:
         compile_layers(model)
     multiple = MULTIPLE if compiled else 1
+    optimizer = adamw(trained(run.spread(model)).values(), settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
     run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
@@ -109,15 +109,17 @@ def train(folder: str | Path) -> dict[str, Any]:
             continue
         row = {**(found if taken else {}), "learning_rate": learning_rate}
         if evaluate_now:
-            with as_written(compiled):
+            with as_written(compiled), gathered(run.unwrap(model)):
                 row["accuracy"] = accuracy(run, run.unwrap(model), eval_data, pad)
         run.log(done, row, force=evaluate_now)
         run.checkpoint(done, good=taken)
     scorer = run.unwrap(model)
-    with as_written(compiled):
+    with as_written(compiled), gathered(scorer):
         scorer.mean, scorer.std = normaliser(run, scorer, data, pad)
-        run.on_main(lambda: save(folder, scorer, settings, tokenizer))
         grades = grade(run, scorer, eval_data, pad, others)
+    with run.whole(scorer) as whole:
+        whole.mean, whole.std = scorer.mean, scorer.std
+        run.on_main(lambda: save(folder, whole, settings, tokenizer))
     metrics = {
         **grades,
         "longer_wins_accuracy": longer_wins_accuracy(eval_data),
@@ -234,8 +236,7 @@ def optimise(
 
     of_ranks, of_language = run.sum(within_memory(run, len(mine), gradients, model))
     run.count_tokens(sum(len(answer.input_ids) for i in mine for answer in batch[i].answers))
-    grad_norm = run.accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-    found = {"loss": of_ranks, "grad_norm": torch.as_tensor(grad_norm)}
+    found = {"loss": of_ranks, "grad_norm": run.clip_gradients(model, settings.max_grad_norm)}
     found |= {} if lm_head is None else {"lm_loss": of_language}
     return step_if_fine(run, optimizer, found)
 

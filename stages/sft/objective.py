@@ -78,7 +78,10 @@ class Reading:
         lengths = [len(row.input_ids) for row in rows]
         if self.packed:
             return packs(lengths, max_tokens or TOKENS_AT_ONCE, max_rows)
-        return [piece.rows for piece in pieces([0] * len(rows), lengths, max_rows, max_tokens=max_tokens)]
+        return [
+            piece.rows
+            for piece in pieces([0] * len(rows), lengths, max_rows, max_tokens=max_tokens, device=self.device.type)
+        ]
 
     def passage(self, rows: Sequence[Encoded]) -> Passage:
         """The rows of one pass, on the CPU."""

@@ -24,6 +24,7 @@ from rlhf.stages.runtime import Runtime
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Reading, num_targets
 from rlhf.stages.sft.trainer import CheckpointedTrainer, Reporter
+from rlhf.stages.sharding import gathered
 
 
 @explained
@@ -57,13 +58,15 @@ def train(folder: str | Path) -> dict[str, Any]:
     if trainer.state.global_step < num_steps and run.stop_requested():
         run.stop(trainer.state.global_step)
     trained = run.unwrap(trainer.model)
-    if settings.lora:
-        trained = trained.merge_and_unload()
-    eval_loss = held_out_loss(run, trained, eval_encoded, reading)
+    with gathered(trained):
+        eval_loss = held_out_loss(run, trained.get_base_model() if settings.lora else trained, eval_encoded, reading)
     run.log(num_steps, {"eval_loss": eval_loss}, force=True)
-    run.on_main(lambda: save_folder(folder / "model", trained, tokenizer))
+    with run.whole(trained) as whole:
+        run.on_main(
+            lambda: save_folder(folder / "model", whole.merge_and_unload() if settings.lora else whole, tokenizer)
+        )
     metrics = {"eval_loss": eval_loss, "base_eval_loss": base_eval_loss, "num_demonstrations": len(encoded)}
-    return run.finish(metrics, hand_over(tokenizer, trained))
+    return run.finish(metrics, hand_over(tokenizer, model))
 
 
 def read_rows(run: Runtime[SFTSettings]) -> tuple[list[Demonstration], list[Demonstration]]:

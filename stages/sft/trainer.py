@@ -2,6 +2,7 @@
 allows it, and nothing waits for the device after a step. Checkpoints are like those of the other stages."""
 
 import math
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -12,6 +13,7 @@ from trl import SFTTrainer
 
 from rlhf.data.collate import IGNORED, batch_indices, labels, pad_right
 from rlhf.data.tokens import Encoded
+from rlhf.stages import training_state
 from rlhf.stages.bad_numbers import count_step, leave_out_overflow
 from rlhf.stages.checkpoints import Checkpoint
 from rlhf.stages.late import Late, decides_on_device, leave_out_if_bad
@@ -20,6 +22,7 @@ from rlhf.stages.out_of_memory import doing, within_memory
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Passage, Reading, num_targets
+from rlhf.stages.sharding import full
 
 
 class CheckpointedTrainer(SFTTrainer):
@@ -38,6 +41,7 @@ class CheckpointedTrainer(SFTTrainer):
             give_losses(self.model.get_base_model() if run.settings.lora else self.model, reading)
         if reading.compiled:
             compile_layers(self.model)
+        run.spread(self.model)
         self.checkpoint: Checkpoint | None = None
         """The one that training goes on from."""
         self.late = Late(run)
@@ -113,9 +117,9 @@ class CheckpointedTrainer(SFTTrainer):
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """The last thing before the optimizer steps, which changes nothing where a number is none."""
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm = full(torch.as_tensor(super()._get_grad_norm(model, grad_norm)))
         loss, accuracy = self.run.sum(self.made)
-        numbers = {"loss": loss, "grad_norm": torch.as_tensor(norm, device=loss.device)}
+        numbers = {"loss": loss, "grad_norm": norm.to(loss.device)}
         self.late.add(self.state.global_step + 1, {**numbers, "accuracy": accuracy})
         if self.accelerator.scaler is None and decides_on_device(self.optimizer):
             leave_out_if_bad(self.optimizer, numbers)
@@ -161,6 +165,23 @@ class CheckpointedTrainer(SFTTrainer):
                 super()._save_checkpoint(model, trial)
             finally:
                 self.args.output_dir = output_dir
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Nothing: in a checkpoint the weights are beside the optimizer's state."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        training_state.save(folder, [self.model], [self.optimizer], {}, self.run.is_main)
+        if self.run.is_main:
+            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing yet: the weights come with the optimizer's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            training_state.load(Path(checkpoint), [self.model], [self.optimizer], {})
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.checkpoint and not self.run.new_streams(self.checkpoint):

@@ -9,11 +9,11 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_multi_gpu_env
 
-from rlhf.pipeline.accelerate_config import DEEPSPEED_KEYS, FSDP_KEYS, KEYS, TYPES, read_config, shipped_configs
+from rlhf.pipeline.accelerate_config import FSDP_KEYS, KEYS, TYPES, read_config, shipped_configs
 
-NAMES = ("cpu2", "ddp", "fsdp2", "zero2", "zero3")
+NAMES = ("cpu2", "ddp", "fsdp2", "zero2")
 
 
 def launched(name: str, *words: str) -> argparse.Namespace:
@@ -66,23 +66,9 @@ def test_fsdp2_is_version_2_in_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plugin.activation_checkpointing
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_is_of_its_stage_and_offloads_nothing(stage: int) -> None:
-    options = launched(f"zero{stage}", "--num_processes", "2")
-    assert options.use_deepspeed
-    options.deepspeed_fields_from_accelerate_config = ""
-    _, environment = prepare_deepspeed_cmd_env(options)
-    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
-    assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == str(stage)
-    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "none"
-    assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "false"
-
-
 def test_we_know_the_keys_that_the_installed_accelerate_knows() -> None:
     """Ours are refused by name; a key that accelerate has gained must not be."""
     assert set(KEYS) == {field.name for field in fields(ClusterConfig)} | {"fp16", "dynamo_backend"}
     assert set(TYPES) == {kind.value for kind in DistributedType}
     options = {action.dest for action in launch_command_parser()._actions}
     assert set(FSDP_KEYS) - {"fsdp_ignored_modules"} == {name for name in options if name.startswith("fsdp_")}
-    groups = {group.title: group for group in launch_command_parser()._action_groups}
-    assert set(DEEPSPEED_KEYS) == {action.dest for action in groups["DeepSpeed Arguments"]._group_actions}

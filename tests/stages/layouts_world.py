@@ -47,7 +47,7 @@ def one_iteration(run: Runtime, roles: Roles) -> Rollout:
     asked = [Prompt([{"role": "user", "content": "unread"}], {})] * 8
     prompts = [[40 + i] * (1 + i % 3) for i in range(8)]
     rollout = collect(
-        policy_engine(run, roles.policy.model), roles.policy, roles.reference, roles.rewards, roles.critic, prompts,
+        policy_engine(run, roles.policy), roles.policy, roles.reference, roles.rewards, roles.critic, prompts,
         asked, run.settings, [EOS], tokenizer,
     )  # fmt: skip
     Updater(run, policy, critic, optimizers, None)(rollout, make_targets(rollout), 0, 0.05)

@@ -331,20 +331,20 @@ def test_a_stage_says_which_checkpoint_it_passed_over_and_that_it_starts_over_wi
         with pytest.raises(KeyboardInterrupt):
             run_stage("pretrain", folder)
     assert names(folder) == ["best", "step-00000002", "step-00000004"]
-    weights = folder / "checkpoints" / "step-00000004" / "model.safetensors"
+    weights = next((folder / "checkpoints" / "step-00000004" / "tensors").iterdir())
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    (folder / "checkpoints" / "step-00000002" / "optimizer.bin").unlink()
+    (folder / "checkpoints" / "step-00000002" / "optimizers.json").unlink()
     clear(folder)
     capsys.readouterr()
     run_stage("pretrain", folder)
     lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert lines == [
         "pretrain: warning: passed over a checkpoint that was not written to its end",
-        "pretrain: warning: passed over the checkpoint step-00000004: model.safetensors has another hash than when it "
-        "was written",
-        "pretrain: warning: passed over the checkpoint step-00000002: optimizer.bin is missing",
+        f"pretrain: warning: passed over the checkpoint step-00000004: tensors/{weights.name} has another hash than "
+        "when it was written",
+        "pretrain: warning: passed over the checkpoint step-00000002: optimizers.json is missing",
         "pretrain: warning: no complete checkpoint is left to go on from",
     ]
     assert [row["step"] for row in Artifact(folder).metrics] == list(range(1, TINY["pretrain"]["num_steps"] + 1))

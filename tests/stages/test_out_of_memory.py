@@ -122,7 +122,7 @@ def test_settings_that_are_at_their_end_are_not_named(small: SmallDevice, tmp_pa
         ),
         ("the rollout of", "rlhf.stages.ppo.rollout.read_part", "ppo.microbatch_size, ppo.gradient_checkpointing"),
         ("scoring of", "rlhf.stages.ppo.rewards.ModelReward.forward", "ppo.microbatch_size, "),
-        ("saving", "rlhf.stages.runtime.Accelerator.save_state", "ppo.layout (adapters), ppo.offload (true) or"),
+        ("saving", "rlhf.stages.runtime.training_state.save", "ppo.layout (adapters), ppo.offload (true) or"),
     ],
 )
 def test_each_phase_of_ppo_is_named(

@@ -92,7 +92,7 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             reader = PolicyModel(tiny_policy())
             rewards = load_rewards(settings(**given), tokenizer, reader.model)
             prompts = [Prompt([{"role": "user", "content": f"p{i}"}], {}) for i in range(9)]
-            encoded, engines = [[30 + i] * (1 + i % 3) for i in range(9)], {reader: policy_engine(run, reader.model)}
+            encoded, engines = [[30 + i] * (1 + i % 3) for i in range(9)], {reader: policy_engine(run, reader)}
             evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, encoded, engines)
             found.answers = [(answer.prompt, answer.response) for answer in evaluator(reader)]
         run.close()

@@ -150,7 +150,8 @@ def test_reference_and_rewards_are_on_the_device_only_while_they_score(
     run_ppo(tmp_path / "ppo", given, offload=True, num_iterations=1, eval_every=1)
     # `separate`: policy and critic go to the device once and for all, reference and rewards wait after a trial there.
     there, back = ["PolicyModel to device", "Rewards to device"], ["PolicyModel to host", "Rewards to host"]
-    assert events[:6] == ["PolicyModel to device", "ScalarModel to device", *there, *back]
+    first = [f"{model} to device" for model in ("PolicyModel", "PolicyModel", "ScalarModel", "ScalarModel")]
+    assert events[:6] == [*first, *back]
     scored = events[events.index("sample") :]  # before it accelerate prepares policy and critic
     once = ["sample", *there, "judge", *back]
     assert scored == once * 3  # SFT's answers, a rollout, an evaluation

@@ -61,5 +61,5 @@ def test_training_state_is_never_unpickled_freely(
 
     monkeypatch.setattr(torch, "load", noting)
     run_and_watch(stage, tmp_path / stage, world[stage])
-    assert len(asked) >= 2  # optimizer and random states
+    assert asked  # for random states
     assert {weights_only for _, weights_only in asked} == {True}
