@@ -1,6 +1,7 @@
 """TRL's SFTTrainer without what costs it time: rows are read in passes of our cut, the loss is ours where the model
 allows it, and nothing waits for the device after a step. Checkpoints are like those of the other stages."""
 
+import json
 import math
 from pathlib import Path
 from types import MethodType
@@ -23,6 +24,8 @@ from rlhf.stages.runtime import Runtime
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Passage, Reading, num_targets
 from rlhf.stages.sharding import full
+
+_SCHEDULER = "scheduler.json"
 
 
 class CheckpointedTrainer(SFTTrainer):
@@ -173,7 +176,7 @@ class CheckpointedTrainer(SFTTrainer):
         folder = Path(output_dir)
         training_state.save(folder, [self.model], [self.optimizer], {}, self.run.is_main)
         if self.run.is_main:
-            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+            (folder / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()), encoding="utf-8")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing yet: the weights come with the optimizer's state."""
@@ -181,7 +184,7 @@ class CheckpointedTrainer(SFTTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             training_state.load(Path(checkpoint), [self.model], [self.optimizer], {})
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+            self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text(encoding="utf-8")))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.checkpoint and not self.run.new_streams(self.checkpoint):
