@@ -66,12 +66,12 @@ def test_a15_a_used_folder_is_reused_resumed_or_left_alone(server: Server, calls
 
 
 def _cut(checkpoint: Path) -> None:
-    weights = next(checkpoint.glob("*.safetensors"))
+    weights = next(checkpoint.glob("tensors/*.safetensors"))
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
 
 def _flip(checkpoint: Path) -> None:
-    weights = next(checkpoint.glob("*.safetensors"))
+    weights = next(checkpoint.glob("tensors/*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
 
 
@@ -84,7 +84,7 @@ def _without_state(checkpoint: Path) -> None:
     [
         ("pretrain", _cut, r"\S+ has \d+ bytes, not \d+"),
         ("sft", _without_state, "it has no state.json"),
-        ("reward", _flip, "model.safetensors has another hash"),
+        ("reward", _flip, r"tensors/\S+\.safetensors has another hash"),
         ("ppo", _cut, r"\S+ has \d+ bytes, not \d+"),
     ],
 )
