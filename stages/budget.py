@@ -50,7 +50,7 @@ class Case:
     num_answers: int = 2
     """Answers of a ranking."""
     layout: str = "ddp"
-    """How several processes share the models: ddp, zero2, fsdp2 or zero3."""
+    """How several processes share the models: ddp, zero2 or fsdp2."""
 
     @property
     def half(self) -> bool:

@@ -3,7 +3,7 @@
 ddp           each process has the models whole, and gradients are summed up over all (all-reduce)
 zero2         gradients are summed up into parts (reduce-scatter); each process has the moments of its part, makes the
               step there, and the new weights are gathered (all-gather)
-fsdp2, zero3  weights lie in parts too: a layer's are gathered when it is its turn, forward and backward
+fsdp2         weights lie in parts too: a layer's are gathered when it is its turn, forward and backward
 
 Of n processes each sends (n - 1)/n of what is gathered or scattered, and twice as much of what all are to have the sum
 of. What lies in parts is gathered and scattered in the precision of the stage, as Accelerate sets it up, and with every

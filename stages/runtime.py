@@ -190,8 +190,7 @@ class Runtime(Processes, Generic[AnyStage]):
     @property
     def microbatch_size(self) -> int | None:
         """Rows per forward pass on this device: the setting, or what `auto_microbatch` has come down to; None: all."""
-        sizes = [self.settings.microbatch_size, self.state.get("microbatch_size")]
-        return min((size for size in sizes if size), default=None)
+        return out_of_memory.at_once(self, "microbatch_size")
 
     def chunks(self, num_rows: int, batch_size: int) -> Iterator[list[int]]:
         """This process's share of an evaluation's rows, in pieces no larger than its training microbatches."""
