@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Sto
 
 from rlhf.stages.engines import Responses, static
 from rlhf.stages.engines.static import StaticEngine
+from rlhf.stages.packing import sent
 
 PROMPT, NEW, PAD = 128, 256, 0
 SHAPES: dict[str, dict[str, Any]] = {
@@ -149,7 +150,8 @@ def ragged(model: PreTrainedModel, size: int, prompt: int, new: int, with_peer: 
         def begin(self, slots: list[int], prompts: list[list[int]]) -> None:
             super().begin(slots, prompts)
             ahead = [1 + new - lengths[tuple(prompt)] for prompt in prompts]
-            self.made[torch.tensor(slots, device=self.made.device)] = torch.tensor(ahead, device=self.made.device)
+            rows, made = sent(self.made.device, torch.tensor(slots), torch.tensor(ahead))
+            self.made[rows] = made
 
     engine, usual = StaticEngine(model, batch_size=size, compiled=True), static._Writing
     static._Writing = Ending  # type: ignore[misc]

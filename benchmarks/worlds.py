@@ -19,8 +19,8 @@ def build_world(
     """policy/, reward/ (a one-label classifier) and prompts.jsonl in `folder`, of a Llama `shape`.
 
     With a `mean_length` the policy's head is tilted so that eos has one chance in so many at each token; without,
-    no answer ever ends. `half`: weights in bf16, made on the GPU if there is one, and of the reward model nothing but
-    its config (a benchmark puts an adapter there).
+    no answer ever ends. `half`: weights in bf16, and of the reward model nothing but its config (a benchmark puts an
+    adapter there).
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -29,7 +29,7 @@ def build_world(
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if half else torch.float32)
-    with torch.device("cuda" if half and torch.cuda.is_available() else "cpu"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         policy = LlamaForCausalLM(config).eval()
         tilt(policy, mean_length)
         tokenizer = numbered_words(config.vocab_size)

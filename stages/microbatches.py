@@ -3,9 +3,10 @@ nothing is."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 PASS_TOKENS = 128
@@ -22,22 +23,29 @@ class Piece:
     rows: list[int]
     num_prompt: int
     num_response: int
+    _sent: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Its rows [n] there; they are sent once, since a GPU that is sent something has to be waited for."""
+        if device not in self._sent:
+            self._sent[device] = torch.tensor(self.rows, device=device)
+        return self._sent[device]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, some: slice) -> "Piece":
         """Some of its rows."""
-        return replace(self, rows=self.rows[some])
+        return replace(self, rows=self.rows[some], _sent={})
 
     def of_text(self, tensor: Tensor, num_response: int) -> Tensor:
         """From [B,T]: prompts padded on the left, then responses padded on the right to `num_response`."""
         border = tensor.shape[1] - num_response
-        return tensor[self.rows, border - self.num_prompt : border + self.num_response]
+        return tensor[self.on(tensor.device), border - self.num_prompt : border + self.num_response]
 
     def of_response(self, tensor: Tensor) -> Tensor:
         """From [B,R]."""
-        return tensor[self.rows, : self.num_response]
+        return tensor[self.on(tensor.device), : self.num_response]
 
 
 def pieces(

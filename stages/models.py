@@ -6,14 +6,12 @@ Axis letters in shapes: B rows, P prompt tokens, R response tokens, T = P + R, V
 import hashlib
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -29,6 +27,8 @@ from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages import decoder as decoder  # registers our own model with transformers' Auto classes
 from rlhf.stages.disk import swap_folder
 from rlhf.stages.packing import laid_out, read_rows
+from rlhf.stages.sharding import later
+from rlhf.stages.token_logprobs import token_logprobs
 
 LOGITS_AT_ONCE = 2**27  # numbers: half a GiB of logits is in memory, however long the texts are
 SAFELY = {"trust_remote_code": False, "use_safetensors": True}
@@ -61,15 +61,20 @@ def load_tokenizer(reference: str) -> PreTrainedTokenizerBase:
 
 
 def load_policy(
-    reference: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype = torch.float32, **options: Any
+    reference: str,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype = torch.float32,
+    spread: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """A causal language model; nothing may be newly initialised, and every token needs an embedding.
 
-    `options` are further arguments of `from_pretrained`.
+    One that is to be `spread` over processes comes to its `dtype` only then (`sharding.later`). `options` are further
+    arguments of `from_pretrained`.
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            reference, dtype=dtype, output_loading_info=True, **SAFELY, **options
+            reference, dtype="auto" if spread else dtype, output_loading_info=True, **SAFELY, **options
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise RefusedError(f"no causal language model in '{reference}': {why_not_loaded(reference, error)}") from error
@@ -83,6 +88,8 @@ def load_policy(
             f"'{reference}': the tokenizer has {len(tokenizer)} tokens, the model {rows} embeddings; "
             "use the tokenizer that the model was trained with"
         )
+    if spread:
+        later(model, dtype)
     return model
 
 
@@ -153,12 +160,17 @@ class ScalarModel(nn.Module):
         self.classifier.save_pretrained(folder)
 
 
-def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bool = False) -> ScalarModel:
-    """A reward model or critic. With `new_head` a model without a head gets one, N(0, 1/sqrt(d + 1)) (Stiennon et
-    al.); otherwise that is an error, since PPO against a random head optimises noise."""
+def load_scalar(
+    reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bool = False, spread: bool = False
+) -> ScalarModel:
+    """A reward model or critic, in float32; `spread` as in `load_policy`.
+
+    With `new_head` a model without a head gets one, N(0, 1/sqrt(d + 1)) (Stiennon et al.); otherwise that is an error,
+    since PPO against a random head optimises noise.
+    """
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            reference, dtype=torch.float32, num_labels=1, output_loading_info=True, **SAFELY
+            reference, dtype="auto" if spread else torch.float32, num_labels=1, output_loading_info=True, **SAFELY
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # the last for a head of several labels
         raise RefusedError(f"no sequence classifier in '{reference}': {why_not_loaded(reference, error)}") from error
@@ -175,6 +187,8 @@ def load_scalar(reference: str, tokenizer: PreTrainedTokenizerBase, new_head: bo
         scalar.pooling, scalar.mean, scalar.std = "last", 0.0, 1.0  # a rule without its head means nothing
         model.score = fresh_head(model.config.get_text_config().hidden_size, bias=model.score.bias is not None)
     model.config.pad_token_id = tokenizer.pad_token_id
+    if spread:
+        later(model, torch.float32)
     return scalar
 
 
@@ -197,8 +211,8 @@ class PolicyModel(nn.Module):
     """A causal language model read our way: log-probabilities of response tokens, in float32.
 
     The one place that makes log-probabilities: for the rollout's policy, the reference and the update. Logits are
-    made for response positions only; where they would be many, a chunk of tokens at a time and again in the backward
-    pass, so that no more than LOGITS_AT_ONCE of them are kept. With a `value_head` (hidden size → 1, in float32) the
+    made for response positions only, some tokens at a time and again in the backward pass, so that no more than
+    LOGITS_AT_ONCE of them are in memory. With a `value_head` (hidden size → 1, in float32) the
     same pass also reads the critic's values.
     """
 
@@ -207,6 +221,8 @@ class PolicyModel(nn.Module):
         self.model = model
         self.value_head = value_head
         self.scale, self.softcap = logit_rule(model)
+        self.compiled = False
+        """Whether what becomes of logits is compiled."""
         self.packed = False
         """Whether texts are read without their padding, as a model can that `packing.reads_packs`."""
 
@@ -240,40 +256,12 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities, entropies if asked for) as `tokens` [B,R] or [N], from hidden states [B·R,d] or [N,d]."""
         head = self.model.get_output_embeddings()
-        size = max(LOGITS_AT_ONCE // len(head.weight), 1)
-        pieces = list(zip(hidden.split(size), tokens.flatten().split(size), strict=True))
-        read = partial(
-            self._chunk, weight=head.weight, bias=getattr(head, "bias", None), temperature=temperature,
-            with_entropy=with_entropy,
+        logprobs, entropies = token_logprobs(
+            hidden, head.weight, getattr(head, "bias", None), tokens.flatten(),
+            (self.scale, self.softcap, temperature), with_entropy, max(LOGITS_AT_ONCE // len(head.weight), 1),
+            self.compiled,
         )  # fmt: skip
-        if len(pieces) == 1:
-            parts = [read(*pieces[0])]
-        else:
-            parts = [checkpoint(read, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-        logprobs, entropies = (torch.cat(part).view(tokens.shape) for part in zip(*parts, strict=True))
-        return logprobs, entropies if with_entropy else None
-
-    def _chunk(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperature: float,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        # Scale and temperature go into the hidden state, which is small, unless something comes between.
-        factor = self.scale / temperature if self.softcap is None else self.scale
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = nn.functional.linear(hidden.float() * factor, weight.float())
-            if bias is not None:
-                logits = logits + bias.float() * factor
-        if self.softcap is not None:
-            logits = self.softcap * (logits / self.softcap).tanh() / temperature
-        if not with_entropy:
-            return -nn.functional.cross_entropy(logits, tokens, reduction="none"), torch.zeros(len(tokens))
-        logprobs = logits.log_softmax(-1)  # [chunk,V]
-        return logprobs.gather(-1, tokens[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.view(tokens.shape), None if entropies is None else entropies.view(tokens.shape)
 
     @torch.no_grad()
     def check_head(self, input_ids: Tensor) -> None:

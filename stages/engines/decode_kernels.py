@@ -110,93 +110,82 @@ def take(
 ) -> None:
     """Draw a token for each row of `logits` [n,V] and write it down, as `_Writing._store` does.
 
-    Adding independent Gumbel noise to logits and taking the largest draws from their softmax. `seed` [1] counts up.
+    First a chunk of the vocabulary is drawn by the chunks' sums of exponentials, then a token in it, so that all
+    logits are read once. `seed` [1] counts up.
     """
     num, size = logits.shape
     num_chunks = triton.cdiv(size, _CHUNK)
-    parts = torch.empty(5, num, num_chunks, dtype=torch.float32, device=logits.device)
-    _draw[(num, num_chunks)](
-        logits, seed, parts, size, logits.stride(0), parts.stride(0), scale, softcap or 0.0, 1 / temperature,
-        CAPPED=softcap is not None, CHUNK=_CHUNK, BLOCK=512, num_warps=4,
-    )  # fmt: skip
-    _write[(num,)](
-        parts, parts.stride(0), num_chunks, stops, len(stops), last, made, done, lengths, tokens, logprobs,
-        tokens.stride(0), tokens.shape[1] - 1,
-        CHUNKS=triton.next_power_of_2(num_chunks), STOPS=triton.next_power_of_2(max(len(stops), 1)), num_warps=1,
+    sums = torch.empty(2, num, num_chunks, dtype=torch.float32, device=logits.device)
+    law = scale, softcap or 0.0, 1 / temperature
+    shape = {"CAPPED": softcap is not None, "CHUNK": _CHUNK, "num_warps": 8}
+    _sum_up[(num, num_chunks)](logits, sums, size, logits.stride(0), sums.stride(0), *law, **shape)
+    _draw[(num,)](
+        logits, sums, seed, size, logits.stride(0), sums.stride(0), num_chunks, *law, stops, len(stops), last, made,
+        done, lengths, tokens, logprobs, tokens.stride(0), tokens.shape[1] - 1,
+        CHUNKS=triton.next_power_of_2(num_chunks), STOPS=triton.next_power_of_2(max(len(stops), 1)), **shape,
     )  # fmt: skip
     seed += 1
 
 
 @triton.jit
-def _draw(
-    logits, seed, parts, size, l_b, p_s, scale, softcap, inverse_temperature,
-    CAPPED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of one chunk of a row: highest noisy logit, its token and logit; largest logit, and sum of exponentials."""
-    b, chunk = tl.program_id(0), tl.program_id(1)
-    key = tl.load(seed)
-    lanes = tl.arange(0, BLOCK)
-    noisiest = tl.full([BLOCK], float("-inf"), tl.float32)
-    choice = tl.zeros([BLOCK], tl.int32)
-    logit = tl.zeros([BLOCK], tl.float32)
-    high = tl.full([BLOCK], -1e30, tl.float32)  # finite, so that a lane without a token adds exp(-1e30) = 0
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, CHUNK, 4 * BLOCK):
-        first = chunk * CHUNK + start + lanes
-        uniforms = tl.rand4x(key, b * size + first)  # four numbers are made at a time
-        for part in tl.static_range(4):
-            place = first + part * BLOCK
-            there = place < size
-            z = tl.load(logits + b.to(tl.int64) * l_b + place, mask=there, other=0.0).to(tl.float32) * scale
-            if CAPPED:
-                z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
-            z = tl.where(there, z * inverse_temperature, -1e30)
-            higher = tl.maximum(high, z)
-            total = total * tl.exp(high - higher) + tl.where(there, tl.exp(z - higher), 0.0)
-            high = higher
-            # -log(1 - u) is exponential; the winner's is small, where 1 - u would be rounded.
-            uniform = tl.maximum(uniforms[part], 1e-10)
-            waited = tl.where(uniform < 1e-3, uniform * (1 + uniform / 2), -tl.log(1 - uniform))
-            noisy = tl.where(there, z - tl.log(waited), float("-inf"))
-            better = noisy > noisiest
-            noisiest = tl.where(better, noisy, noisiest)
-            choice = tl.where(better, place, choice)
-            logit = tl.where(better, z, logit)
-    lane = lanes == tl.argmax(noisiest, 0)
-    top = tl.max(high, 0)
-    here = parts + b * tl.num_programs(1) + chunk
-    tl.store(here, tl.max(noisiest, 0))
-    tl.store(here + p_s, tl.sum(tl.where(lane, choice, 0), 0).to(tl.float32, bitcast=True))
-    tl.store(here + 2 * p_s, tl.sum(tl.where(lane, logit, 0.0), 0))
-    tl.store(here + 3 * p_s, top)
-    tl.store(here + 4 * p_s, tl.sum(total * tl.exp(high - top), 0))
+def _shaped(logits, row, place, size, l_b, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
+    """Logits of a row at some places as the model means them, over the temperature; very low beyond the vocabulary."""
+    z = tl.load(logits + row.to(tl.int64) * l_b + place, mask=place < size, other=0.0).to(tl.float32) * scale
+    if CAPPED:
+        z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
+    return tl.where(place < size, z * inverse_temperature, -1e30)  # finite: a difference of two is 0
 
 
 @triton.jit
-def _write(
-    parts, p_s, num_chunks, stops, num_stops, last, made, done, lengths, tokens, logprobs, t_b, limit,
-    CHUNKS: tl.constexpr, STOPS: tl.constexpr,
+def _sum_up(
+    logits, sums, size, l_b, s_s, scale, softcap, inverse_temperature, CAPPED: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Of one chunk of a row: the largest logit, and the sum of exponentials below it."""
+    b, chunk = tl.program_id(0), tl.program_id(1)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = _shaped(logits, b, place, size, l_b, scale, softcap, inverse_temperature, CAPPED)
+    high = tl.maximum(tl.max(z, 0), -1e30)  # a chunk may hold nothing but tokens that are ruled out
+    here = sums + b * tl.num_programs(1) + chunk
+    tl.store(here, high)
+    tl.store(here + s_s, tl.sum(tl.where(place < size, tl.exp(z - high), 0.0), 0))
+
+
+@triton.jit
+def _first_beyond(weights, point, N: tl.constexpr):
+    """The first place whose weight leads the sum of those up to it beyond `point` times all; it has a weight."""
+    place = tl.arange(0, N)
+    beyond = (tl.cumsum(weights, 0) > point * tl.sum(weights, 0)) & (weights > 0)
+    found = tl.min(tl.where(beyond, place, N), 0)
+    return tl.where(found < N, found, tl.argmax(weights, 0))  # rounding may leave the last sum short
+
+
+@triton.jit
+def _draw(
+    logits, sums, seed, size, l_b, s_s, num_chunks, scale, softcap, inverse_temperature, stops, num_stops, last, made,
+    done, lengths, tokens, logprobs, t_b, limit, CHUNKS: tl.constexpr, STOPS: tl.constexpr, CAPPED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Put the chunks of a row together and write its token down."""
+    """Draw the token of a row from its chunks and write it down."""
     b = tl.program_id(0)
     c = tl.arange(0, CHUNKS)
-    there = c < num_chunks
-    here = parts + b * num_chunks + c
-    noisiest = tl.load(here, mask=there, other=float("-inf"))
-    choice = tl.load(here + p_s, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    logit = tl.load(here + 2 * p_s, mask=there, other=0.0)
-    high = tl.load(here + 3 * p_s, mask=there, other=-1e30)
-    total = tl.load(here + 4 * p_s, mask=there, other=0.0)
-    top = tl.max(high, 0)
-    logsumexp = top + tl.log(tl.sum(total * tl.exp(high - top), 0))
-    chosen = c == tl.argmax(noisiest, 0)
-    token = tl.sum(tl.where(chosen, choice, 0), 0)
-    logprob = tl.sum(tl.where(chosen, logit, 0.0), 0) - logsumexp
+    here = sums + b * num_chunks + c
+    highs = tl.load(here, mask=c < num_chunks, other=-1e30)
+    totals = tl.load(here + s_s, mask=c < num_chunks, other=0.0)
+    high = tl.max(highs, 0)
+    weights = totals * tl.exp(highs - high)
+    first, second, _, _ = tl.rand4x(tl.load(seed), b)
+    chunk = _first_beyond(weights, first, CHUNKS)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = _shaped(logits, b, place, size, l_b, scale, softcap, inverse_temperature, CAPPED)
+    chosen = _first_beyond(tl.where(place < size, tl.exp(z - tl.maximum(tl.max(z, 0), -1e30)), 0.0), second, CHUNK)
+    token = chunk * CHUNK + chosen
+    logit = tl.sum(tl.where(place == token, z, 0.0), 0)
+    logprob = logit - (high + tl.log(tl.sum(weights, 0)))
     was_done = tl.load(done + b) != 0
     num = tl.load(made + b)
-    place = tl.where(was_done, limit, num)
-    tl.store(tokens + b * t_b + place, token.to(tl.int64))
-    tl.store(logprobs + b * t_b + place, logprob)
+    slot = tl.where(was_done, limit, num)
+    tl.store(tokens + b * t_b + slot, token.to(tl.int64))
+    tl.store(logprobs + b * t_b + slot, logprob)
     s = tl.arange(0, STOPS)
     stop = tl.load(stops + s, mask=s < num_stops, other=-1)
     hit = tl.sum((stop == token).to(tl.int32), 0) > 0

@@ -6,6 +6,7 @@ lets one do (`AttentionInterface`), so that everything between the attentions is
 """
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,18 +61,24 @@ class Slots:
                 tensor[targets, :, :num_tokens] = tensor[sources, :, :num_tokens]
 
 
-_current: list[Slots] = []
-"""Those that the forward pass under way works on: compiled code knows nothing of them."""
+class _Current(threading.local):
+    """What the forward pass under way works on, in each thread: compiled code knows nothing of it."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slots] = []
+
+
+_current = _Current()
 
 
 @contextmanager
 def working_on(slots: Slots) -> Iterator[None]:
     """Inside, attention reads and writes these slots."""
-    _current.append(slots)
+    _current.slots.append(slots)
     try:
         yield
     finally:
-        _current.pop()
+        _current.slots.pop()
 
 
 def attend(
@@ -99,7 +106,7 @@ def slots_attention(
     `layer` [] is its number, as a tensor on the CPU, so that one piece of compiled code serves all layers. Queries that
     share keys are never given copies of them.
     """
-    slots = _current[-1]
+    slots = _current.slots[-1]
     keys, values = slots.layer(int(layer), key)
     if slots.beginning is not None:
         num_new = key.shape[2]

@@ -2,10 +2,13 @@
 
 Each row has a slot. A row that has ended is taken out: a waiting prompt is put in its place, or, where none waits,
 the last rows move up, so that one long answer does not hold the others. On a GPU a step is a CUDA graph, and what is
-done with the logits is inside; the CPU looks at what has ended every few steps only.
+done with the logits is inside; the CPU looks every few steps at what had ended a few steps before, so that the GPU
+never waits for it.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,10 +17,12 @@ from transformers import PreTrainedModel
 
 from rlhf.data.collate import pad_right, response_mask
 from rlhf.stages.engines import Responses, no_responses
+from rlhf.stages.engines.graphs import Graphs
 from rlhf.stages.engines.sampling import draw, shaped
 from rlhf.stages.engines.slots import HAS_TRITON, Slots, working_on
 from rlhf.stages.engines.twin import Twin
 from rlhf.stages.models import LOGITS_AT_ONCE
+from rlhf.stages.packing import sent
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "rlhf_decoder"})
 """Model types whose sampling is tested against their own forward pass."""
@@ -45,6 +50,7 @@ class StaticEngine:
         self.twin = Twin(model, dtype or model.dtype, compiled and model.device.type == "cuda" and HAS_TRITON)
         self.device = model.device
         self.batch_size = batch_size
+        self._graphs: Graphs | None = None
 
     @torch.no_grad()
     def generate(
@@ -64,10 +70,13 @@ class StaticEngine:
             max(map(len, prompts)) + max_new_tokens,
             self.device,
         )
+        if self._graphs is None and self.device.type == "cuda":
+            self._graphs = Graphs()
         self.twin.take()
         try:
             with working_on(slots), torch.autocast(self.device.type, enabled=False), sdpa_kernel(_KERNELS):
-                writing = _Writing(self.twin, slots, max_new_tokens, temperature, stop_token_ids, pad_token_id)
+                law = max_new_tokens, temperature, stop_token_ids, pad_token_id
+                writing = _Writing(self.twin, slots, self._graphs, *law)
                 tokens, logprobs = _schedule(writing, prompts, num_slots)
         finally:
             self.twin.give_back()
@@ -80,6 +89,23 @@ class StaticEngine:
         """Nothing to do: weights are read anew for every call."""
 
 
+@dataclass
+class _Look:
+    """At which slots were done at some step."""
+
+    done: Tensor  # [N] on the CPU
+    there: torch.cuda.Event | None
+    """When it has arrived."""
+    changed: set[int] = field(default_factory=set)
+    """Slots that were given to another row since then."""
+
+    def ended(self, num: int) -> list[int]:
+        """Those of the first `num` slots whose rows are done."""
+        if self.there is not None:
+            self.there.synchronize()
+        return [slot for slot, done in enumerate(self.done[:num].tolist()) if done and slot not in self.changed]
+
+
 def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> tuple[Tensor, Tensor]:
     """(tokens, log-probabilities) [B,R] of all prompts: which row is in which slot, and when that changes."""
     limit = writing.max_new_tokens
@@ -90,19 +116,23 @@ def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> 
     owners = [waiting.pop() for _ in range(num_slots)]  # prompt of each slot; those beyond the list are free
     writing.begin(list(range(num_slots)), [prompts[i] for i in owners])
     begun, step = [0] * num_slots, 0
+    looks: deque[_Look] = deque()
     while owners:
         rounds = min(writing.rounds, limit - 1 - step + max(begun))
         for _ in range(rounds):
             writing.step(len(owners))
         step += rounds
-        ended = [slot for slot, done in enumerate(writing.done[: len(owners)].tolist()) if done]
+        if rounds or not looks:
+            looks.append(writing.look())
+        if rounds and len(looks) <= writing.lag:
+            continue
+        ended = looks.popleft().ended(len(owners))
         few = len(ended) * 8 < len(owners)
         if not ended or (few and len(ended) < len(waiting)):
             continue
         if not waiting and not writing.shrinks(len(owners), len(ended)):
             continue
-        rows = torch.tensor(ended, device=tokens.device)
-        places = torch.tensor([owners[slot] for slot in ended], device=tokens.device)
+        rows, places = sent(tokens.device, torch.tensor(ended), torch.tensor([owners[slot] for slot in ended]))
         tokens[places], logprobs[places] = writing.tokens[rows, :limit], writing.logprobs[rows, :limit]
         refilled = ended[: len(waiting)]
         for slot in refilled:
@@ -112,10 +142,14 @@ def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> 
         freed = set(ended[len(refilled) :])
         holes = sorted(slot for slot in freed if slot < len(owners) - len(freed))
         movers = [slot for slot in range(len(owners) - len(freed), len(owners)) if slot not in freed]
-        writing.move(movers, holes)
+        if movers:
+            longest = max(len(prompts[owners[slot]]) + step - begun[slot] for slot in movers)
+            writing.move(movers, holes, longest)
         for mover, hole in zip(movers, holes, strict=True):
             owners[hole], begun[hole] = owners[mover], begun[mover]
         del owners[len(owners) - len(freed) :], begun[len(begun) - len(freed) :]
+        for look in looks:
+            look.changed.update(refilled, holes)
     return tokens, logprobs
 
 
@@ -126,6 +160,7 @@ class _Writing:
         self,
         twin: Twin,
         slots: Slots,
+        graphs: Graphs | None,
         max_new_tokens: int,
         temperature: float,
         stop_token_ids: list[int],
@@ -141,54 +176,62 @@ class _Writing:
         # What a row that is done still makes goes to a column of its own.
         self.tokens = self.made.new_full((num, max_new_tokens + 1), pad_token_id)
         self.logprobs = torch.zeros(num, max_new_tokens + 1, device=device)
-        self.on_gpu = device.type == "cuda"
-        self.in_kernels = self.on_gpu and HAS_TRITON
+        self.in_kernels = graphs is not None and HAS_TRITON
         self.seed = torch.randint(2**31, (1,), device=device) if self.in_kernels else torch.zeros_like(self.made[:1])
-        self.rounds = 16 if self.on_gpu else 1
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs = graphs
+        self.recorded: dict[int, torch.cuda.CUDAGraph] = {}
+        # Steps between two looks at what is done, and how many looks it takes until one is acted on.
+        self.rounds, self.lag = (1, 0) if graphs is None else (8, 1)
 
     def begin(self, slots: list[int], prompts: list[list[int]]) -> None:
         """Read prompts, each into its slot, and draw the first token of each. Equal prompts are read once."""
         first: dict[tuple[int, ...], int] = {}
         sources = [first.setdefault(tuple(prompt), slot) for slot, prompt in zip(slots, prompts, strict=True)]
-        states: dict[int, Tensor] = {}
-        for some in self._batches(list(first)):
-            into = [first[prompt] for prompt in some]
-            states |= dict(zip(into, self._read(into, [list(prompt) for prompt in some]), strict=True))
+        number = {slot: i for i, slot in enumerate(first.values())}
+        states = torch.cat(
+            [self._read([first[prompt] for prompt in some], [list(prompt) for prompt in some])
+             for some in self._batches(list(first))]
+        )  # fmt: skip
         copied = [(source, slot) for source, slot in zip(sources, slots, strict=True) if source != slot]
         if copied:
             self.slots.copy(*self._index(copied), num_tokens=max(map(len, prompts)))
-        rows = torch.tensor(slots, device=self.made.device)
-        hidden = torch.stack([states[source] for source in sources])
+        rows, order = self._index([(slot, number[source]) for slot, source in zip(slots, sources, strict=True)])
         size = max(LOGITS_AT_ONCE // self.twin.vocab_size, 1)
-        parts = [self._draw(self.twin.logits(some)) for some in hidden.split(size)]
+        parts = [self._draw(self.twin.logits(some)) for some in states[order].split(size)]
         tokens, logprobs = (torch.cat(part) for part in zip(*parts, strict=True))
         self.made[rows], self.done[rows], self.tokens[rows] = 0, False, self.pad_token_id
         self._store(rows, tokens, logprobs)
 
     def step(self, num: int) -> None:
         """One more token in each of the first `num` slots."""
-        if not self.on_gpu:
+        if self.graphs is None:
             self.slots.next_step(longest=int(self.slots.lengths[:num].amax()) + 1)
             self._step(num)
             return
-        self.slots.next_step()
         num = _rows_of_graph(num, self.slots.shape[0])
-        if num not in self.graphs:
-            self.graphs[num] = self._capture(num)
-        self.graphs[num].replay()
+        if num not in self.recorded:
+            self.recorded[num] = self._capture(self.graphs, num)
+        self.recorded[num].replay()
 
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Rows that are under way move to other slots."""
-        if sources:
-            old, new = self._index(list(zip(sources, targets, strict=True)))
-            self.slots.copy(old, new, num_tokens=int(self.slots.lengths[old].amax()))
-            for tensor in (self.made, self.last, self.done, self.tokens, self.logprobs):
-                tensor[new] = tensor[old]
+    def look(self) -> _Look:
+        """At what is done after the steps so far."""
+        done = self.done.to("cpu", non_blocking=True)
+        if self.graphs is None:
+            return _Look(done, None)
+        there = torch.cuda.Event()
+        there.record()
+        return _Look(done, there)
+
+    def move(self, sources: list[int], targets: list[int], longest: int) -> None:
+        """Rows that are under way move to other slots; they have no more than `longest` tokens."""
+        old, new = self._index(list(zip(sources, targets, strict=True)))
+        self.slots.copy(old, new, num_tokens=longest)
+        for tensor in (self.made, self.last, self.done, self.tokens, self.logprobs):
+            tensor[new] = tensor[old]
 
     def shrinks(self, num: int, num_ended: int) -> bool:
         """Whether a step becomes shorter where `num_ended` of `num` rows leave."""
-        if not self.on_gpu or num == num_ended:
+        if self.graphs is None or num == num_ended:
             return True
         return _rows_of_graph(num - num_ended, num) < _rows_of_graph(num, num)
 
@@ -200,11 +243,11 @@ class _Writing:
 
     def _read(self, rows: list[int], prompts: list[list[int]]) -> Tensor:
         """Last states [n,d] of prompts, whose keys and values go into the slots `rows`."""
-        if self.on_gpu and len(rows) == 1:  # as above
+        if self.graphs is not None and len(rows) == 1:  # as above
             hidden = self._read(rows * 2, prompts * 2)
             return hidden[:1]
-        ids, mask = (x.to(self.made.device) for x in pad_right(prompts, self.pad_token_id))  # [n,P]
-        self.slots.beginning = torch.tensor(rows, device=self.made.device)
+        given = *pad_right(prompts, self.pad_token_id), torch.tensor(rows)
+        ids, mask, self.slots.beginning = sent(self.made.device, *given)  # [n,P] twice, [n]
         positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
         hidden = self.twin.states(ids, positions)
         lengths = mask.sum(-1)
@@ -237,26 +280,21 @@ class _Writing:
         done = done | torch.isin(tokens, self.stops) | (made >= self.max_new_tokens)
         self.made[rows], self.done[rows], self.last[rows] = made, done, tokens
 
-    def _capture(self, num: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, graphs: Graphs, num: int) -> torch.cuda.CUDAGraph:
         """A graph of `_step`, which changes nothing here."""
+        shapes = num, self.slots.shape, self.tokens.shape, len(self.stops)
+        self.slots.next_step()
+        if graphs.is_known(shapes):
+            return graphs.capture(lambda: self._step(num), shapes)
         state = self.slots.lengths, self.made, self.last, self.done, self.tokens, self.logprobs, self.seed
         saved = [tensor.clone() for tensor in state]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(num)  # what is made at first, compiled code above all, is made outside of the graph
-        self.slots.next_step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool):
-            self._step(num)
+        graph = graphs.capture(lambda: self._step(num), shapes)
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
         return graph
 
     def _index(self, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        old, new = torch.tensor(pairs, device=self.made.device).unbind(1)
+        old, new = sent(self.made.device, torch.tensor(pairs))[0].unbind(1)
         return old, new
 
 

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf.stages.adapters import shared_copy
 from rlhf.stages.engines.slots import NAME
 from rlhf.stages.models import compile_layers, logit_rule
+from rlhf.stages.token_logprobs import products
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -75,17 +76,9 @@ class Twin:
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Products [n,V] of states [n,d] and output embeddings in float32, before `scale` and `softcap`.
-
-        Rounded to bfloat16 they would be another law: logits near 100 lie half a nat apart there.
-        """
+        """Products [n,V] of states [n,d] and output embeddings in float32, before `scale` and `softcap`."""
         head = self.model.get_output_embeddings()
-        if hidden.dtype == torch.float32:
-            logits = hidden @ head.weight.T
-        elif hidden.is_cuda:
-            logits = torch.mm(hidden, head.weight.T, out_dtype=torch.float32)
-        else:
-            logits = hidden.float() @ head.weight.float().T
+        logits = products(hidden, head.weight)
         return logits if head.bias is None else logits + head.bias
 
     def _simplify(self, module: nn.Module) -> None:

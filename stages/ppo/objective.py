@@ -46,16 +46,30 @@ def gae(
     Tokens masked inside a response are skipped: their neighbours see each other as if they were cut out.
     """
     rewards, values = _where(mask, rewards), _where(mask, values)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * gae_lambda * next_advantage
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+    order = mask.int().argsort(dim=1, descending=True, stable=True)  # counted tokens first, in their order
+    reward, value, counted = (x.gather(1, order) for x in (rewards, values, mask))
+    next_value = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], dim=1)
+    deltas = torch.where(counted, reward + gamma * next_value - value, 0.0)
+    advantages = torch.where(counted, discounted_sums(deltas, gamma * gae_lambda), 0.0)
+    advantages = torch.zeros_like(values).scatter(1, order, advantages)
     return advantages, advantages + values
+
+
+def discounted_sums(numbers: Tensor, factor: float, block: int = 256) -> Tensor:
+    """Sums [B,R] of each number [B,R] and those after it, each times `factor` to the power of its distance.
+
+    A block of columns at a time: a loop over single tokens would start thousands of kernels on a GPU.
+    """
+    exact = numbers.dtype if numbers.device.type == "mps" else torch.float64  # which mps lacks
+    distance = torch.arange(block, device=numbers.device, dtype=exact)
+    powers = torch.where(distance[:, None] >= distance, factor ** (distance[:, None] - distance).clamp(min=0), 0.0)
+    after, found = numbers.new_zeros(len(numbers), 1, dtype=exact), []  # the sum of all that follows a block
+    for part in reversed(numbers.to(exact).split(block, dim=1)):
+        size = part.shape[1]
+        sums = part @ powers[:size, :size] + after * factor ** (size - distance[:size])
+        after = sums[:, :1]
+        found.append(sums)
+    return torch.cat(found[::-1], dim=1).to(numbers.dtype)
 
 
 def whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:

@@ -1,11 +1,12 @@
 """PPO's pure functions against numbers worked out by hand, in float64."""
 
 import math
-import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes_world import in_two_processes
 from torch import Tensor
 
 from rlhf.stages.ppo.objective import (
@@ -200,16 +201,13 @@ def test_whitening_one_token_equal_values_or_nothing_is_finite_zero() -> None:
     assert whiten(t([[3, 9]]), one & False).tolist() == [[0, 0]]
 
 
-def _whiten_half(rank: int, address: str, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
-    torch.save(whiten(ADVANTAGES[rank : rank + 1], MASK[rank : rank + 1]), os.path.join(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+def whiten_half(rank: int) -> torch.Tensor:
+    dist.init_process_group("gloo")
+    return whiten(ADVANTAGES[rank : rank + 1], MASK[rank : rank + 1])
 
 
-def test_two_ranks_whiten_like_one(tmp_path) -> None:
-    torch.multiprocessing.spawn(_whiten_half, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    halves = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    near(torch.cat(halves), whiten(ADVANTAGES, MASK), atol=1e-12)
+def test_two_ranks_whiten_like_one(tmp_path: Path) -> None:
+    near(torch.cat(in_two_processes(tmp_path, whiten_half)), whiten(ADVANTAGES, MASK), atol=1e-12)
 
 
 # --- another program's samples

@@ -1,5 +1,6 @@
 """What every engine in this process does: it samples softmax(logits / temperature), up to the first stop token."""
 
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from transformers import GenerationConfig, OPTConfig, OPTForCausalLM
 from rlhf.data.errors import SettingsError
 from rlhf.stages.engines import Engine
 from rlhf.stages.engines.choice import make_engine
+from rlhf.stages.engines.slots import Slots, slots_attention, working_on
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.engines.stock import TransformersEngine
 
@@ -153,3 +155,24 @@ def test_static_is_taken_where_the_family_is_known_and_not_quantised() -> None:
     packed = tiny_policy()
     packed.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     assert isinstance(make_engine(packed), TransformersEngine)
+
+
+def test_the_slots_of_one_thread_are_not_those_of_another() -> None:
+    ours, theirs = (Slots(1, 4, torch.device("cpu")) for _ in range(2))
+    entered, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with working_on(theirs):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=work)
+    new = torch.ones(1, 1, 1, 2)  # [n,H,T,D]
+    with working_on(ours):
+        thread.start()
+        assert entered.wait(10)
+        ours.next_step()
+        slots_attention(new, new, new, torch.tensor(0), 1.0, None, None)
+    leave.set()
+    thread.join()
+    assert (list(ours.layers), list(theirs.layers)) == ([0], [])

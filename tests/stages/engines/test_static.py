@@ -24,7 +24,7 @@ from transformers import (
 
 from rlhf.stages import adapters
 from rlhf.stages.decoder import DecoderConfig
-from rlhf.stages.engines import Responses, slots
+from rlhf.stages.engines import Responses, slots, static
 from rlhf.stages.engines.static import FAMILIES, StaticEngine
 from rlhf.stages.engines.twin import Twin, _Product
 from rlhf.stages.ppo.layout import recompute_layers
@@ -106,6 +106,27 @@ def test_responses_of_one_token(num_slots: int | None) -> None:
 @pytest.mark.parametrize("num_slots", [1, 2, 5, 16])
 def test_many_prompts_share_few_slots(num_slots: int) -> None:
     """Each response stands beside its own prompt, whatever slot it was written in, and wherever that moved."""
+    model = new_model("mistral")
+    prompts = [[3 + i, 4] * (1 + i % 5) for i in range(40)]
+    responses = drawn(StaticEngine(model, batch_size=num_slots), prompts)
+    assert_sampled(model, prompts, responses, 0.7, STOPS, 20)
+    assert (responses.mask.sum(-1) == 20).any()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 16])
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_what_has_ended_may_be_seen_late(num_slots: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose steps are under way when those before are looked at: no row is taken for the one before it."""
+
+    class Late(static._Writing):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.rounds, self.lag = rounds, 1
+
+        def look(self) -> static._Look:
+            return static._Look(self.done.clone(), None)
+
+    monkeypatch.setattr(static, "_Writing", Late)
     model = new_model("mistral")
     prompts = [[3 + i, 4] * (1 + i % 5) for i in range(40)]
     responses = drawn(StaticEngine(model, batch_size=num_slots), prompts)

@@ -1,6 +1,5 @@
 """The engine behind a server, against one that speaks vLLM's protocol: what is asked, sent, read and refused."""
 
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from fake_vllm import FakeServer, serving
+from processes_world import in_two_processes
 from stages_world import tiny_policy
 from torch import Tensor
 
@@ -304,13 +304,8 @@ def test_the_servers_key_is_read_from_its_own_variable(
 # --- several processes
 
 
-def process(rank: int, port: int, url: str, root: str) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    engine = VLLMEngine(url, Processes(Accelerator()), "sft/model", 260, 24, Path(root))
+def process(rank: int, url: str, root: Path) -> list[Any]:
+    engine = VLLMEngine(url, Processes(Accelerator()), "sft/model", 260, 24, root)
     engine.sync(tiny_policy())
     mine = [PROMPTS[:2], PROMPTS[2:]][rank]
     found: list[Any] = [engine.generate(mine, 6, 0.7, [0], 0), engine.generate(mine[:rank], 6, 0.7, [0], 0)]
@@ -318,8 +313,7 @@ def process(rank: int, port: int, url: str, root: str) -> None:
         engine.generate(mine, 6, 0.7, [259], 0)
     except EndpointError as error:
         found.append(str(error))
-    torch.save(found, Path(root) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def test_of_two_processes_one_talks_and_each_gets_its_own_answers_and_the_error(
@@ -329,11 +323,7 @@ def test_of_two_processes_one_talks_and_each_gets_its_own_answers_and_the_error(
         return {} if server.asked[-1][1]["stop_token_ids"] == [259] else answer
 
     server.spoil = fail_at_259
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, server.url, str(tmp_path)), nprocs=2)
-    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    one, two = in_two_processes(tmp_path, process, server.url, tmp_path)
     paths = [path for path, *_ in server.asked]
     assert (
         paths

@@ -24,7 +24,7 @@ SHIFT = 0.05
 class Finished:
     """A stage of two iterations, what it learned from, and its policy's weights after every update."""
 
-    def __init__(self, root: Path, tokenizer: Any, **fields: Any) -> None:
+    def __init__(self, root: Path, tokenizer: Any, one_step_off: bool = False, **fields: Any) -> None:
         self.learned: list[tuple[Rollout, torch.Tensor, float, PPOSettings, Targets]] = []
         self.updated: list[dict[str, torch.Tensor]] = []
         self.folder = root / "ppo"
@@ -45,7 +45,7 @@ class Finished:
             self.server.spoil = shifted
             patch.setattr(train_module, "targets", shaping)
             patch.setattr(Updater, "__call__", updating)
-            rollout = {"engine": "vllm", "server_url": self.server.url}
+            rollout = {"engine": "vllm", "server_url": self.server.url, "one_step_off": one_step_off}
             self.metrics = run_ppo(self.folder, given, num_iterations=2, rollout=rollout, precision="fp32", **fields)
 
 
@@ -104,6 +104,21 @@ def test_advantages_are_multiplied_by_the_trainers_probability_over_the_servers(
 def test_an_adapter_is_served_merged(tmp_path: Path, tokenizer: Any) -> None:
     finished = Finished(tmp_path, tokenizer, layout="adapters", lora={"r": 2, "alpha": 4})
     assert_served(finished.server, finished.updated)
+
+
+def test_one_step_off_a_server_samples_from_the_policy_of_one_update_ago(tmp_path: Path, tokenizer: Any) -> None:
+    """It gets the start for both rollouts (and twice before them), and for the evaluation what two updates made."""
+    finished = Finished(tmp_path, tokenizer, one_step_off=True)
+    start = dict(tiny_policy().named_parameters())
+    *before, last = finished.server.received
+    assert len(before) == 4
+    for received, expected in [*((one, start) for one in before), (last, finished.updated[1])]:
+        assert received.keys() == expected.keys()
+        for name, tensor in received.items():
+            torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=1e-7)
+    gaps = [row["sampler_gap"] for row in Artifact(finished.folder).metrics]
+    assert gaps[0] == pytest.approx(SHIFT, abs=1e-4)
+    assert gaps[1] > 2 * SHIFT
 
 
 def test_a_server_of_another_model_is_found_out_before_it_is_learned_from(tmp_path: Path, tokenizer: Any) -> None:
