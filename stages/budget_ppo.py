@@ -58,9 +58,9 @@ def memory(roles: Roles, settings: PPOSettings, num_rows: int) -> dict[str, floa
     """GiB that each of a run's roles holds all the time, and of the cache of a process that samples `num_rows`.
 
     Weights, and for those that are trained gradients and AdamW's two moments. A tensor that several roles share counts
-    where it is met first; what is offloaded does not count.
+    where it is met first; what is offloaded, or on a second GPU, does not count.
     """
-    policy, here = roles.policy, not settings.offload
+    policy, here = roles.policy, not settings.offload and settings.placement == "together"
     named: dict[str, nn.Module | None] = {
         "base" if settings.layout == "adapters" else "reference": roles.reference if here else None,
         "policy": policy, "critic": roles.critic, "reward models": roles.rewards if here else None,
@@ -119,6 +119,9 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     parts = held_by({"learning": learners, "waiting": [models.reference, *models.rewards]})
     held, waiting = parts["learning"], parts["waiting"].weights
     waiting += sum(_size_of(config, case) for config in case.other_rewards) - models.quantised
+    together = settings.placement == "together"  # else the others have a GPU, which as a rule has less to hold
+    readers = models.readers if together else models.learners
+    waiting *= together
     held.weights += waiting
     if settings.ema_decay is not None:
         held.weights += average_of(models.policy)
@@ -138,15 +141,15 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
         flops += steps * learning[0].learning(0 * blocks, blocks)
     rounds = math.ceil(share / at_once)
     of_rollout = decoding(learning[0], num_prompt, num_new, at_once, layers, engine)
-    scored = sum(case.cost(model).reading(prompts, responses) for model in models.readers)
+    scored = sum(case.cost(model).reading(prompts, responses) for model in readers)
     return [
         phase_of(
             "rollout", without, case, moments, times, sampling(models.policy.model, case, engine),
             **{name: rounds * work for name, work in of_rollout.items()},
         ),
         phase_of(
-            "scoring", held, case, moments, times, reading(models.readers, case, num_read),
-            flops=scored, passes=num_read * len(models.readers) * layers,
+            "scoring", held, case, moments, times, reading(readers, case, num_read),
+            flops=scored, passes=num_read * len(readers) * layers,
         ),
         phase_of(
             "update", without, case, moments, times,

@@ -43,8 +43,17 @@ class RolloutSettings(Settings):
     default."""
     timeout: float = Field(600.0, gt=0)
     """Seconds to wait for an answer of the server."""
+    one_step_off: bool = False
+    """Sample each rollout while the one before is scored and learned from, from the policy as it was before that. On a
+    GPU it takes placement second_gpu, or a server; importance weights make up for the difference."""
     importance_cap: float | None = Field(2.0, gt=0)
-    """Bound on a token's importance weight, the trainer's probability over the server's; None leaves them out."""
+    """Bound on a token's importance weight, the trainer's probability over the sampler's; None leaves them out. For
+    engine vllm and one_step_off."""
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether responses come from a law beside the policy's: a server's, or that of older weights."""
+        return self.one_step_off or self.engine == "vllm"
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -53,6 +62,8 @@ class RolloutSettings(Settings):
                 raise ValueError("engine vllm needs server_url, the address of its server")
             return self
         for name in ("server_url", "weights_folder", "timeout", "importance_cap"):
+            if name == "importance_cap" and self.one_step_off:
+                continue
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect with engine {self.engine}; leave it out, or set engine: vllm")
         return self
@@ -68,6 +79,7 @@ class PPOSettings(StageSettings):
     not_in_key: ClassVar[frozenset[str]] = StageSettings.not_in_key | {
         "on_unhealthy",
         "offload",
+        "placement",
         "gradient_checkpointing",
         "microbatch_tokens",
         "packing",
@@ -99,6 +111,9 @@ class PPOSettings(StageSettings):
     """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes; QLoRA's NF4); `model/` is merged unrounded."""
     offload: bool = False
     """Keep reference and reward models in the CPU's memory while they are not needed."""
+    placement: Literal["together", "second_gpu"] = "together"
+    """Where reference and reward models are: on the policy's device, or each process has a second GPU for them, which
+    scores while the first reads with policy and critic. Of n processes on a machine these are the GPUs n to 2n - 1."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, slower updates."""
 
@@ -238,11 +253,13 @@ class PPOSettings(StageSettings):
         return super().code() | listed
 
     def result_settings(self) -> dict[str, Any]:
-        of_rollout = {"engine": self.rollout.engine, "importance_cap": self.rollout.importance_cap}
-        return super().result_settings() | {
-            "rewards": [spec.weight for spec in self.rewards],
-            "rollout": of_rollout if self.rollout.engine == "vllm" else {},
-        }
+        given = self.rollout
+        of_rollout: dict[str, Any] = {"importance_cap": given.importance_cap} if given.is_off_policy else {}
+        if given.engine == "vllm":
+            of_rollout["engine"] = given.engine
+        if given.one_step_off:
+            of_rollout["one_step_off"] = True
+        return super().result_settings() | {"rewards": [spec.weight for spec in self.rewards], "rollout": of_rollout}
 
     def refuse_missing_bitsandbytes(self) -> None:
         """Raises SettingsError where the base is to be quantised and there is nothing to do it with."""
@@ -309,8 +326,16 @@ class PPOSettings(StageSettings):
                 "weights: bf16 is for layouts separate and shared_trunk (adapters keeps its base in bf16 anyway) and "
                 "needs precision bf16 or auto"
             )
-        if self.layout == "adapters" and self.offload:
-            raise ValueError("offload is not possible in layout adapters, whose roles share one base")
+        for name in ("offload", "placement"):
+            if self.layout == "adapters" and self._is_set(name):
+                raise ValueError(f"{name} is not possible in layout adapters, whose roles share one base")
+        if self.offload and self.placement == "second_gpu":
+            raise ValueError("offload has no effect with placement: second_gpu, which has room for them; leave it out")
+        if self.auto_microbatch and self.rollout.one_step_off:
+            raise ValueError(
+                "auto_microbatch is not possible with rollout.one_step_off, whose sampling cannot be tried again; set "
+                "microbatch_size and generation_batch_size"
+            )
         if self.lora.dropout:
             raise ValueError("lora.dropout must be 0: PPO samples and scores the same distribution, without dropout")
         return self

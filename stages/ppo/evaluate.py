@@ -116,7 +116,8 @@ def evaluate_folder(folder: Path) -> dict[str, float]:
     """Answer the held-out prompts again with the models of a finished stage; the figures of `comparison`."""
     if not Artifact(folder).sealed:
         raise RefusedError(f"{folder}: not a finished ppo stage; it has no manifest.json")
-    here = {"rollout": RolloutSettings.model_validate({})}  # a server is not needed for this
+    # Neither a server is needed for this, nor a second GPU.
+    here = {"rollout": RolloutSettings.model_validate({}), "placement": "together"}
     settings = read_settings(folder, PPOSettings).model_copy(update=here)
     assert settings.model is not None
     run = Runtime(settings, folder, evaluate_only=True)

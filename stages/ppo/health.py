@@ -42,7 +42,7 @@ EQUAL_SCORES = 1e-6
 CLEAR_AFTER = 5
 """Iterations without a finding until it counts as gone, so that one on the border is not told again and again."""
 
-_KEPT = ("score_std", "kl", "entropy", "eos_share", "length")
+_KEPT = ("score_std", "kl", "entropy", "eos_share", "length", "staleness")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class Health:
             )
 
     def _of_answers(self, start: dict[str, float], now: dict[str, float]) -> Iterator[Finding]:
-        kls = [kept["kl"] for kept in self._recent if "kl" in kept]
+        # Of an older policy's samples (one_step_off) the mean may well be below zero.
+        kls = [kept["kl"] for kept in self._recent if "kl" in kept and not kept.get("staleness")]
         num_episodes = len(kls) * self.num_episodes
         if num_episodes >= KL_EPISODES and sum(kls) * self.num_episodes < -KL_MARGIN:
             yield Finding(

@@ -35,9 +35,11 @@ from rlhf.stages.models import (
 from rlhf.stages.optimizers import trained
 from rlhf.stages.packing import packs_here, reads_packs
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.placement import scorers_device
 from rlhf.stages.ppo.reward_models import ModelReward, PairReward
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.sharding import gathered, later
 
 
 @dataclass
@@ -90,19 +92,23 @@ def prepare(run: Runtime[PPOSettings], roles: Roles) -> tuple[Any, ...]:
 
 def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:
     """The models that the settings name, in their layout. Raises RefusedError for what cannot be used."""
-    settings = run.settings
-    if settings.layout == "adapters":
-        run.refuse_if_sharded("ppo.layout: adapters", "its roles share one base; use MULTI_GPU, or another layout")
+    settings, there = run.settings, scorers_device(run)
+    if settings.quantization:
+        run.refuse_if_sharded("ppo.quantization", "leave it out: the base is spread")
     if settings.offload:
         run.refuse_if_sharded("ppo.offload", "leave it out")
     roles = _on_one_base(run, tokenizer) if settings.layout == "adapters" else _apart(run, tokenizer)
     roles.reference.requires_grad_(False)
     padded = []
     for name, member in roles.named():
-        member.to(run.device).eval()
-        if isinstance(member, PolicyModel | ScalarModel) and not reads_without_padding(run, member):
-            padded.append(name)
-        run.spread(member)  # before the next one comes to the device
+        learns = member in (roles.policy, roles.critic)
+        if learns or settings.placement == "together":
+            run.spread(member.eval())  # before the next one comes to the device
+        else:
+            member.to(there).eval()
+        with gathered(member):
+            if isinstance(member, PolicyModel | ScalarModel) and not reads_without_padding(run, member):
+                padded.append(name)
     if settings.packing and padded:
         run.say(
             f"ppo.packing has no effect on {', '.join(padded)}: the model, or its attention on this device, does not "
@@ -112,6 +118,7 @@ def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) ->
         # All of them: compiled layers round less, and policy and reference are compared.
         for decoder in (roles.policy.model, roles.reference.model, *_classifiers(roles)):
             compile_layers(decoder)
+        roles.policy.compiled = roles.reference.compiled = True
     for model in (roles.policy, roles.critic):
         if model is not None and settings.gradient_checkpointing:
             recompute_layers(model)
@@ -137,16 +144,19 @@ def _apart(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Rol
     if settings.weights == "bf16" and frozen != torch.bfloat16:
         raise RefusedError("ppo.weights: bf16 needs precision bf16, which this device does not have; leave it out")
     kept = torch.bfloat16 if settings.weights == "bf16" else torch.float32
-    policy, reference = (PolicyModel(load_policy(settings.model, tokenizer, dtype)) for dtype in (kept, frozen))
+    learner_spreads = run.sharding is not None
+    frozen_spreads = learner_spreads and settings.placement == "together"
+    policy = PolicyModel(load_policy(settings.model, tokenizer, kept, learner_spreads))
+    reference = PolicyModel(load_policy(settings.model, tokenizer, frozen, frozen_spreads))
     rewards = load_rewards(settings, tokenizer, policy.model)
-    _keep_in(frozen, rewards)
+    _keep_in(frozen, rewards, frozen_spreads)
     if settings.layout == "shared_trunk":
         policy.value_head = fresh_head(policy.model.config.get_text_config().hidden_size)
         return Roles(policy, reference, None, rewards)
     if (start := rewards.critic_start) is None:
         run.say("no reward model reads the policy's tokens: the critic starts as ppo.model with a new head")
-    critic = load_scalar(start or settings.model, tokenizer, new_head=start is None)
-    critic.classifier.base_model.to(kept)
+    critic = load_scalar(start or settings.model, tokenizer, start is None, learner_spreads)
+    _bring_to(kept, critic, learner_spreads)
     return Roles(policy, reference, critic, rewards)
 
 
@@ -155,30 +165,42 @@ def _on_one_base(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) 
     settings = run.settings
     assert settings.model is not None
     dtype = run.low_precision or torch.float32
-    base = load_policy(settings.model, tokenizer, dtype, **_quantized(settings, dtype, run.device))
-    base.requires_grad_(False).to(run.device)
-    for module in base.modules():
-        # On some CPUs bitsandbytes would repack the weights in eval mode, after which no gradient passes through them.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    policy = adapters.shared_copy(base)
+    spread = run.sharding is not None
+
+    def load() -> PreTrainedModel:
+        found = load_policy(
+            str(settings.model), tokenizer, dtype, spread, **_quantized(settings, dtype, run.device)
+        ).requires_grad_(False)
+        for module in found.modules():
+            # On some CPUs bitsandbytes would repack weights in eval mode, after which no gradient passes through them.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+        return found if spread else found.to(run.device)
+
+    base = load()
+
+    def a_base() -> PreTrainedModel:
+        """To be shared by all roles; or one for each, of which this process will have a part: a tree is cut whole."""
+        return load() if spread else base
+
+    policy = adapters.shared_copy(a_base())
     adapters.add_lora(policy, settings.lora)
     of_reward = on_base = None
     if settings.reward_model is not None:
         of_reward = adapters.adapter_of(settings.reward_model, model_digest(settings.model, "ppo.model"))
     if of_reward is not None:
-        on_base = adapters.load_scalar_on(base, of_reward)
-        critic = adapters.load_scalar_on(base, of_reward)
+        on_base = adapters.load_scalar_on(a_base(), of_reward)
+        critic = adapters.load_scalar_on(a_base(), of_reward)
     else:
         run.say(
             "no reward model is an adapter of ppo.model (train one with reward.lora): reward models are loaded whole, "
             "and the critic starts as ppo.model with a new head"
         )
-        classifier = adapters.classifier_on(base)
+        classifier = adapters.classifier_on(a_base())
         adapters.add_lora(classifier, settings.lora)
         critic = ScalarModel(classifier)
     rewards = load_rewards(settings, tokenizer, base, on_base)
-    _keep_in(dtype, rewards, but=on_base)
+    _keep_in(dtype, rewards, spread, but=on_base)
     return Roles(PolicyModel(policy), PolicyModel(base), critic, rewards)
 
 
@@ -188,11 +210,19 @@ def _classifiers(roles: Roles) -> list[PreTrainedModel]:
     return [scalar.classifier for scalar in [*scalars, *([roles.critic] if roles.critic else [])]]
 
 
-def _keep_in(dtype: torch.dtype, rewards: Rewards, but: ScalarModel | None = None) -> None:
-    """Reward models in `dtype`; their heads stay in float32."""
+def _keep_in(dtype: torch.dtype, rewards: Rewards, spread: bool, but: ScalarModel | None = None) -> None:
+    """Reward models in `dtype`."""
     for model in rewards.models:
         if isinstance(model, ModelReward) and model.scalar is not but:
-            model.scalar.classifier.base_model.to(dtype)
+            _bring_to(dtype, model.scalar, spread)
+
+
+def _bring_to(dtype: torch.dtype, scalar: ScalarModel, spread: bool) -> None:
+    """All but its head, which stays in float32: now, or when it is `spread`."""
+    if spread:
+        later(scalar.classifier.base_model, dtype)
+    else:
+        scalar.classifier.base_model.to(dtype)
 
 
 def _quantized(settings: PPOSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,7 @@ text, which its own tokenizer encodes anew: ids never cross from one vocabulary 
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ class Episodes:
     responses: Sequence[str]
     max_tokens: int | None = None
     """Tokens that a model reads at a time, padding included; no limit by default."""
+
+    def to(self, device: torch.device) -> "Episodes":
+        """The same, its tensors on a device."""
+        tensors = ("input_ids", "attention_mask", "mask", "ended")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
     def cut(
         self, prompts: Sequence[int], responses: Sequence[int], max_rows: int | None, packed: bool = False

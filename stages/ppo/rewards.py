@@ -103,12 +103,24 @@ class Rewards(nn.Module):
         return next((model.reference for model in self._members() if model.tokenizer is None), None)
 
     @torch.no_grad()
-    def forward(self, episodes: Episodes, microbatch_size: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, episodes: Episodes, microbatch_size: int | None = None, of_models: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(scores [B], unweighted score of each reward [B,N] in the order of `names`), both float32.
 
-        Raises ValueError naming reward and row where a reward fails or gives something that is no finite number.
+        `of_models` are the models' scores where they have been asked already. Raises ValueError naming reward and row
+        where a reward fails or gives something that is no finite number.
         """
         device = episodes.input_ids.device
+        columns = list(self.of_models(episodes, microbatch_size) if of_models is None else of_models)
+        columns += [function(episodes).to(device) for function in self.functions]
+        parts = torch.stack(columns, dim=-1)
+        weights = [*(model.weight for model in self._members()), *(function.weight for function in self.functions)]
+        return self._mix(parts * parts.new_tensor(weights)), parts
+
+    @torch.no_grad()
+    def of_models(self, episodes: Episodes, microbatch_size: int | None = None) -> list[Tensor]:
+        """Unweighted scores [B] of each model."""
         columns = []
         for model in self._members():
             scores = model(episodes, microbatch_size)
@@ -119,10 +131,7 @@ class Rewards(nn.Module):
                     f"{_and_others(len(bad), len(scores))}"
                 )
             columns.append(scores)
-        columns += [function(episodes).to(device) for function in self.functions]
-        parts = torch.stack(columns, dim=-1)
-        weights = [*(model.weight for model in self._members()), *(function.weight for function in self.functions)]
-        return self._mix(parts * parts.new_tensor(weights)), parts
+        return columns
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Refuse, before training, prompts that the chat template of a reward model cannot write."""

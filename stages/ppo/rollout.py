@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.out_of_memory import at_once, doing
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import after_the_end
+from rlhf.stages.ppo.placement import begun
 from rlhf.stages.ppo.reward_models import Episodes
 from rlhf.stages.ppo.rewards import Rewards, response_texts
 from rlhf.stages.runtime import Runtime
@@ -68,7 +70,7 @@ class Rollout:
             tensor: Tensor = getattr(self, name)
             if name in ("input_ids", "attention_mask"):
                 return piece.of_text(tensor, width)
-            return piece.of_response(tensor) if tensor.shape == self.mask.shape else tensor[piece.rows]
+            return piece.of_response(tensor) if tensor.shape == self.mask.shape else tensor[piece.on(tensor.device)]
 
         return Rollout(**{f.name: cut(f.name) for f in fields(self)})
 
@@ -76,17 +78,18 @@ class Rollout:
 def policy_engine(run: Runtime[PPOSettings], policy: PolicyModel) -> Engine:
     """What samples from a policy, as the settings say; a server is for the one that is trained."""
     if not is_sharded(policy):
-        return _engine(run, policy.model)
+        return engine_for(run, policy.model)
     served = run.settings.rollout.engine == "vllm"
     if served:
         whole = Whole(policy, torch.device("cpu"), everywhere=False)
     else:
         whole = Whole(policy, run.device, run.low_precision)
         run.say("the policy is gathered once for each rollout: every process then has all of its weights")
-    return GatheredEngine(_engine(run, whole.model.model), whole, served)
+    return GatheredEngine(engine_for(run, whole.model.model), whole, served)
 
 
-def _engine(run: Runtime[PPOSettings], model: PreTrainedModel) -> Engine:
+def engine_for(run: Runtime[PPOSettings], model: PreTrainedModel) -> Engine:
+    """What samples from a model with all of its weights, as the settings say."""
     settings = run.settings
     given = settings.rollout
     if given.engine != "vllm":
@@ -136,23 +139,30 @@ def collect(
     ended = torch.isin(responses, torch.tensor(stop_token_ids, device=device)).any(-1)
     texts = response_texts(tokenizer, responses, mask)
     doing("the rollout", input_ids[:microbatch_size])
+    limit = settings.microbatch_tokens
+    episodes = Episodes(input_ids, attention_mask, mask, ended, asked, texts, limit)
     with placed(device, settings.offload, reference, rewards):
         logprobs, ref_logprobs, entropy, values = torch.zeros(4, *mask.shape, device=device)
         # The critic is asked about every slot that may be rewarded, also about one after the end.
         read = after_the_end(mask) if settings.score_placement == "after_eos" else mask
         lengths = [len(ids) for ids in prompts], read.sum(-1).tolist()
-        limit, packed = settings.microbatch_tokens, all(x.packed for x in (policy, reference, critic) if x is not None)
-        cut = pieces(*lengths, microbatch_size, max_tokens=limit, device=device.type, packed=packed)
-        for piece in evenly(cut, policy):
+        packed = all(x.packed for x in (policy, reference, critic) if x is not None)
+        cut = evenly(pieces(*lengths, microbatch_size, max_tokens=limit, device=device.type, packed=packed), policy)
+        beside = of_models = None
+        if settings.placement == "second_gpu":
+            there = reference.model.device
+            work = partial(read_there, reference, rewards, episodes.to(there), cut, settings, microbatch_size)
+            beside = begun(work, there)
+        for piece in cut:
             text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
             doing("the rollout", text[0])
-            found = read_part(policy, reference, critic, *text, piece.num_response, settings)
+            found = read_part(policy, None if beside else reference, critic, *text, piece.num_response, settings)
             for whole, part in zip((logprobs, ref_logprobs, entropy, values), found, strict=True):
                 whole[piece.rows, : piece.num_response] = part
         doing("scoring", input_ids[:microbatch_size])
-        scores, parts_of_score = rewards(
-            Episodes(input_ids, attention_mask, mask, ended, asked, texts, limit), microbatch_size
-        )
+        if beside is not None:
+            ref_logprobs, *of_models = (x.to(device) for x in beside.result())
+        scores, parts_of_score = rewards(episodes, microbatch_size, of_models)
     return Rollout(
         input_ids, attention_mask, mask, logprobs, sampled.logprobs.to(device), ref_logprobs, entropy, values, scores,
         parts_of_score, ended,
@@ -161,20 +171,41 @@ def collect(
 
 def read_part(
     policy: PolicyModel,
-    reference: PolicyModel,
+    reference: PolicyModel | None,
     critic: ScalarModel | None,
     input_ids: Tensor,
     attention_mask: Tensor,
     num_response: int,
     settings: PPOSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logprobs, ref_logprobs, entropy, values) [B,R] of one microbatch."""
-    logprobs, entropy, values = policy(input_ids, attention_mask, num_response, settings.temperature, with_entropy=True)
+    """(logprobs, ref_logprobs, entropy, values) [B,R] of one microbatch; zeros for who is not asked here."""
+    text = input_ids, attention_mask, num_response
+    logprobs, entropy, values = policy(*text, settings.temperature, with_entropy=True)
     assert entropy is not None
-    ref_logprobs, _, _ = reference(input_ids, attention_mask, num_response, settings.temperature)
+    ref_logprobs = torch.zeros_like(logprobs)
+    if reference is not None:
+        ref_logprobs, _, _ = reference(*text, settings.temperature)
     if critic is not None:
-        values = response_values(critic, input_ids, attention_mask, num_response)
+        values = response_values(critic, *text)
     return logprobs, ref_logprobs, entropy, torch.zeros_like(logprobs) if values is None else values
+
+
+def read_there(
+    reference: PolicyModel,
+    rewards: Rewards,
+    episodes: Episodes,
+    cut: Sequence[Piece],
+    settings: PPOSettings,
+    microbatch_size: int | None,
+) -> list[Tensor]:
+    """ref_logprobs [B,R], and the scores [B] of each reward model, where these models and the `episodes` are."""
+    width = episodes.mask.shape[1]
+    ref_logprobs = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
+    for piece in cut:
+        text = piece.of_text(episodes.input_ids, width), piece.of_text(episodes.attention_mask, width)
+        logprobs, _, _ = reference(*text, piece.num_response, settings.temperature)
+        ref_logprobs[piece.rows, : piece.num_response] = logprobs
+    return [ref_logprobs, *rewards.of_models(episodes, microbatch_size)]
 
 
 def response_values(critic: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, num_response: int) -> Tensor:

@@ -65,6 +65,14 @@ class Targets:
         return Targets(*(piece.of_response(x) for x in (self.advantages, self.returns, self.value_mask)))
 
 
+def importance_weights(rollout: Rollout, settings: PPOSettings) -> Tensor | None:
+    """Of each token [B,R], where something else than the policy of now sampled it; None where there are none."""
+    cap = settings.rollout.importance_cap
+    if cap is None or not settings.rollout.is_off_policy:
+        return None
+    return truncated_importance_weights(rollout.logprobs, rollout.sampled_logprobs, rollout.mask, cap)
+
+
 def targets(rollout: Rollout, scores: Tensor, kl_coef: float, settings: PPOSettings) -> Targets:
     """Token rewards, and from them advantages and returns."""
     rewarded = rollout.mask
@@ -82,9 +90,7 @@ def targets(rollout: Rollout, scores: Tensor, kl_coef: float, settings: PPOSetti
     advantages = torch.where(rollout.mask, advantages, 0.0)
     if settings.whiten_advantages:
         advantages = whiten(advantages, rollout.mask)
-    if settings.rollout.engine == "vllm" and settings.rollout.importance_cap is not None:
-        cap = settings.rollout.importance_cap
+    if (weights := importance_weights(rollout, settings)) is not None:
         # Part of the policy's loss, which is linear in the advantages; the critic's targets stay as they are.
-        weights = truncated_importance_weights(rollout.logprobs, rollout.sampled_logprobs, rollout.mask, cap)
         advantages = advantages * weights
     return Targets(advantages, returns, rewarded)

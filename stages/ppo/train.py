@@ -22,6 +22,7 @@ from rlhf.stages.budget_ppo import described, memory
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import check_positions, hand_over, load_tokenizer
 from rlhf.stages.out_of_memory import explained, within_memory
+from rlhf.stages.ppo.ahead import Ahead
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Finding, Health
@@ -30,7 +31,7 @@ from rlhf.stages.ppo.objective import AdaptiveKL
 from rlhf.stages.ppo.prompts import encode_prompts, read_rows
 from rlhf.stages.ppo.rollout import Rollout, collect, give_room, policy_engine
 from rlhf.stages.ppo.selection import Selection
-from rlhf.stages.ppo.shaping import shaped_scores, targets
+from rlhf.stages.ppo.shaping import importance_weights, shaped_scores, targets
 from rlhf.stages.ppo.update import Updater
 from rlhf.stages.ppo.work import Work
 from rlhf.stages.runtime import Runtime
@@ -65,6 +66,17 @@ def train(folder: str | Path) -> dict[str, Any]:
     engine = policy_engine(run, roles.policy)
     engine.sync(roles.policy.model)
     engines = {roles.policy: engine}
+
+    def batch_of(iteration: int) -> list[int]:
+        """Prompts of this process, by number; none after the last iteration."""
+        if iteration >= settings.num_iterations:
+            return []
+        rows = batch_indices(len(encoded), batch_size // per_prompt, iteration, settings.seed)
+        return run.shard([i for i in rows for _ in range(per_prompt)])
+
+    ahead = None
+    if settings.rollout.one_step_off:
+        ahead = Ahead(run, roles.policy, engine, lambda iteration: [encoded[i] for i in batch_of(iteration)])
     evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded, engines)
     run.say(f"{len(encoded)} prompts, {len(eval_encoded)} held out, {batch_size} episodes an iteration")
     run.in_memory = described(memory(roles, settings, batch_size // run.num_processes))
@@ -78,19 +90,20 @@ def train(folder: str | Path) -> dict[str, Any]:
     def answer(batch: list[int]) -> Rollout:
         give_room(run, engine)
         return collect(
-            engine, roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch],
+            ahead or engine, roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch],
             [prompts[i] for i in batch], settings, stops, tokenizer, run.microbatch_size,
         )  # fmt: skip
 
     start = run.resume()
     engine.sync(roles.policy.model)
+    if ahead is not None:
+        ahead.begin(start)
     health.load_state_dict(run.state.get("health", health.state_dict()))
     for iteration in range(start, settings.num_iterations):
         rate = schedule(iteration, settings)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak"] * rate
-        rows = batch_indices(len(encoded), batch_size // per_prompt, iteration, settings.seed)
-        batch = run.shard([i for i in rows for _ in range(per_prompt)])
+        batch = batch_of(iteration)
         with run.accelerator.autocast():
             rollout = within_memory(run, len(batch), partial(answer, batch))
         if iteration == start:
@@ -99,11 +112,13 @@ def train(folder: str | Path) -> dict[str, Any]:
         shaped = shaped_scores(run, rollout)
         learned = targets(rollout, shaped, kl_coef, settings)
         stats = update(rollout, learned, iteration, kl_coef)
-        engine.sync(roles.policy.model)
+        (ahead or engine).sync(roles.policy.model)
         work.count(rollout, stats.get("num_updates", 0), iteration >= settings.critic_warmup_iterations)
         done, taken = iteration + 1, bool(stats)  # without a step that was taken, the iteration is skipped as a whole
         count_in_a_row(run, done, taken, f"of its optimiser steps none could be taken: {update.fault}")
         row = {"kl_coef": kl_coef, "learning_rate": settings.learning_rate * rate}
+        if ahead is not None:
+            row |= {"staleness": ahead.staleness, "seconds_sampling": round(ahead.seconds, 4)}
         findings: list[Finding] = []
         if taken:
             row = {**rollout_stats(run, rollout, shaped, learned.returns, kl_coef, rewards.names), **stats, **row}
@@ -117,6 +132,8 @@ def train(folder: str | Path) -> dict[str, Any]:
         evaluate_now = done % settings.eval_every == 0 or done == settings.num_iterations
         if evaluate_now:
             with run.phases.evaluation():
+                if ahead is not None:
+                    ahead.settle()
                 row |= selection.consider(done, roles.policy, evaluator)
         run.count_tokens(int(rollout.mask.sum()))
         run.log(done, row, force=evaluate_now)
@@ -164,12 +181,14 @@ def rollout_stats(
     # Double before they are squared: float32 loses the variance of large numbers that lie close together.
     scores, residual, returns = (x.cpu().double() for x in (rollout.scores, residual, returns))
     gap = torch.where(mask, (rollout.logprobs - rollout.sampled_logprobs).abs(), 0.0)
+    weights = importance_weights(rollout, run.settings)
     sums = torch.stack([x.sum().cpu().double() for x in (
         gap, rollout.kl, scores, scores.square(), shaped, rollout.ended,
         torch.where(mask, rollout.entropy, 0.0), residual, residual.square(), returns, returns.square(),
-        mask, mask.any(-1),
+        mask, mask.any(-1), torch.where(mask, 0.0 if weights is None else weights, 0.0),
     )])  # fmt: skip
-    gap, kl, score, score2, final, ended, entropy, res, res2, ret, ret2, tokens, episodes = run.sum(sums).tolist()
+    found = run.sum(sums).tolist()
+    gap, kl, score, score2, final, ended, entropy, res, res2, ret, ret2, tokens, episodes, weight = found
 
     def variance(first: float, second: float, count: float) -> float:
         return max(second / count - (first / count) ** 2, 0.0)
@@ -187,6 +206,7 @@ def rollout_stats(
         "rlhf_reward": (final - kl_coef * kl) / episodes,
         "entropy": entropy / tokens,
         "sampler_gap": gap / tokens,
+        **({} if weights is None else {"importance_weight": weight / tokens}),
         "eos_share": ended / episodes,
         "length": tokens / episodes,
         "length_max": run.max(rollout.lengths.amax()[None]).item(),

@@ -14,6 +14,7 @@ from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.optimizers import trained
 from rlhf.stages.out_of_memory import doing, within_memory
+from rlhf.stages.packing import sent
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import kl_estimate, loss_denominator, policy_loss, update_log_ratio, value_loss
 from rlhf.stages.ppo.rollout import Rollout, response_values
@@ -116,8 +117,9 @@ class Updater:
         """Of one optimiser step: (this process's share of its statistics, ratios, whether it would lead too far)."""
         run, settings = self.run, self.run.settings
         # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
-        num_tokens = run.sum(rollout.mask[minibatch].sum())
-        num_values = run.sum(targets.value_mask[minibatch].sum())
+        (rows,) = sent(run.device, torch.tensor(minibatch))
+        num_tokens = run.sum(rollout.mask[rows].sum())
+        num_values = run.sum(targets.value_mask[rows].sum())
         stats: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
         ratios = Ratios(run.device)
         for piece in run.accumulate(cut(tuple(minibatch), run.microbatch_size), *models):

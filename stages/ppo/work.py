@@ -13,8 +13,8 @@ from rlhf.stages.runtime import Runtime
 class Work:
     """Tells the run's clock of phases about each iteration.
 
-    Of rewards those are counted that read the policy's ids, and not what is given text. What a server reads, it does
-    not read from this device's memory.
+    Of rewards those are counted that read the policy's ids, and not what is given text. What a server or another GPU
+    reads, is not read from this device's memory; and a rollout that was sampled ahead does not tell how fast.
     """
 
     def __init__(self, run: Runtime[PPOSettings], roles: Roles) -> None:
@@ -23,12 +23,14 @@ class Work:
         num_bytes = 2 if half else 4
         self.policy = cost_of(roles.policy.model, num_bytes)
         self.critic = None if roles.critic is None else cost_of(roles.critic.classifier, num_bytes)
-        others = [roles.reference.model]
-        others += [
-            reward.scalar.classifier
-            for reward in roles.rewards.models
-            if isinstance(reward, ModelReward) and reward.tokenizer is None
-        ]
+        others = []
+        if run.settings.placement == "together":
+            others.append(roles.reference.model)
+            others += [
+                reward.scalar.classifier
+                for reward in roles.rewards.models
+                if isinstance(reward, ModelReward) and reward.tokenizer is None
+            ]
         self.readers = [self.policy, *(cost_of(model, num_bytes) for model in others)]
         if self.critic is not None:
             self.readers.append(self.critic)
@@ -41,7 +43,8 @@ class Work:
         countable = settings.quantization is None  # packed weights do not tell how many there are
         here = settings.rollout.engine != "vllm"
         num_bytes = here * self.policy.decoding(prompts, responses)
-        run.phases.count("rollout", float(responses.sum()), num_bytes=num_bytes)
+        if not settings.rollout.one_step_off:
+            run.phases.count("rollout", float(responses.sum()), num_bytes=num_bytes)
         flops = sum(cost.reading(prompts, responses) for cost in self.readers)
         run.phases.count("scoring", texts, flops=countable * flops)
         epochs = num_updates / settings.num_minibatches

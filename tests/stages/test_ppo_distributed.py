@@ -1,7 +1,5 @@
 """Two processes do what one does: the same step, the same statistics, each prompt once."""
 
-import os
-import socket
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ppo_world import World, make_targets, model_folders, run_ppo, settings
+from processes_world import in_two_processes
 from stages_world import tiny_policy
 from torch import Tensor
 
@@ -135,14 +134,8 @@ def end_at_the_second_row(folder: Path, given: dict[str, str], chosen: dict[str,
             run_ppo(folder, given, **chosen)
 
 
-def process(rank: int, port: int, root: str, given: dict[str, str]) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    torch.save(act(Path(root), given, rank, 2), Path(root) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+def process(rank: int, root: Path, given: dict[str, str]) -> Found:
+    return act(root, given, rank, 2)
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +143,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[F
     """What one process found, and what each of two did."""
     root = tmp_path_factory.mktemp("distributed")
     given = model_folders(root, tokenizer)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, str(root), given), nprocs=2)
-    return act(root, given, 0, 1), [torch.load(root / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    both = in_two_processes(root, process, root, given)
+    return act(root, given, 0, 1), both
 
 
 Outcome = tuple[Found, list[Found]]

@@ -113,13 +113,13 @@ def test_the_optimum_is_as_far_from_the_reference_as_the_specification_says() ->
     assert kl == pytest.approx(0.5836075, abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("fields", [
-    {},
-    {"whiten_advantages": False},
-    {"whiten_advantages": False, "whiten_rewards": True},
-    {"aggregation": "sequence_mean"},
-    {"aggregation": "constant"},
+@pytest.mark.parametrize(("seed", "fields"), [
+    (0, {}),
+    (1, {}),
+    (0, {"whiten_advantages": False}),
+    (1, {"whiten_advantages": False, "whiten_rewards": True}),
+    (0, {"aggregation": "sequence_mean"}),
+    (1, {"aggregation": "constant"}),
 ], ids=str)  # fmt: skip
 def test_kl_in_the_reward_finds_the_exact_optimum(seed: int, fields: dict[str, Any]) -> None:
     assert total_variation(learn(seed, **fields), OPTIMUM) < 0.01
