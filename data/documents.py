@@ -1,22 +1,30 @@
 """The documents of a corpus: read source by source, filtered, and split into those to train on and those held out.
 
-They are read anew whenever they are asked for: what is kept in memory is a byte per document, and for de-duplication
-its hashes.
+They are read anew whenever they are asked for. A survey goes first, which says what there is; while it is made, memory
+holds a byte per document, and for de-duplication its hashes. It can be saved, for other processes to read by it.
 """
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from rlhf.data.deduplicate import Deduplicate, seen_before, text_digest
 from rlhf.data.errors import DataError
 from rlhf.data.report import Report
 from rlhf.data.rows import iterate, refuse_losses
-from rlhf.data.sources import TextSource, named
+from rlhf.data.sources import Source, TextSource, named
 from rlhf.data.split import border, place
+
+PART = 1 << 26
+"""Characters, about, of the parts in which a source is worked through."""
+SURVEY = "survey.json"
 
 
 class Wanted(Protocol):
@@ -47,20 +55,35 @@ class Found:
     report: Report = field(default_factory=lambda: Report("text"))
     documents: int = 0
     characters: int = 0
-    files: dict[Path, list[int]] = field(default_factory=dict)
+    files: dict[str, list[int]] = field(default_factory=dict)
     """[documents, characters] taken from each file, in the order of reading."""
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out: dict[str, int] = field(default_factory=Counter)
     """Usable documents that are not wanted, by reason."""
+    unusable: dict[str, int] = field(default_factory=dict)
+    """Rows that are no documents, by reason."""
+    parts: list[int] = field(default_factory=list)
+    """The first document of each part, of those that were taken, from 0."""
+    room: int = 0
+    """Characters until the next part begins."""
     lowest: float = 1.0
     highest: float = 0.0
     """Places of its documents, from which follows where held-out ones end."""
 
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """(first document, one behind the last) of each part."""
+        return list(pairwise([*self.parts, self.documents]))
+
     def take(self, text: str) -> None:
         """Count a document in."""
+        if self.room <= 0:
+            self.parts.append(self.documents)
+            self.room = PART
+        self.room -= len(text)
         self.documents += 1
         self.characters += len(text)
         if self.report.files:
-            counts = self.files.setdefault(self.report.files[-1], [0, 0])
+            counts = self.files.setdefault(str(self.report.files[-1]), [0, 0])
             counts[0] += 1
             counts[1] += len(text)
         where = place(text)
@@ -86,9 +109,11 @@ class Documents:
         self.wanted, self.stage = wanted, stage
         self.sources = named("data", wanted.data)
         self.eval_sources = named("eval_data", wanted.eval_data or [])
+        self.copies: dict[str, Source] = {}
+        """What is read in the place of some sources."""
         self.found: list[Found] = []
         """What the survey found: the sources of `data`, then those of `eval_data`."""
-        self._kept: list[bytearray] = []
+        self._kept: list[bytearray | np.ndarray] = []
 
     def survey(self) -> list[Found]:
         """Read everything once, count, and refuse what cannot be trained on. Raises RefusedError."""
@@ -99,14 +124,15 @@ class Documents:
         given = []
         for name, source in self.eval_sources.items():
             given.append(found := Found(name, source.path))
-            for text in self._read(source, found.report):
+            for text in self._read(name, found.report):
                 found.take(text)
                 held_out.add(text_digest(text))
-        read, all_kept = [], []
+        read: list[Found] = []
+        all_kept: list[bytearray | np.ndarray] = []
         for name, source in self.sources.items():
             read.append(found := Found(name, source.path))
             all_kept.append(kept := bytearray())
-            for text in self._read(source, found.report):
+            for text in self._read(name, found.report):
                 if len(text) < wanted.min_document_length:
                     reason = f"shorter than {wanted.min_document_length} characters"
                 elif wanted.max_document_length is not None and len(text) > wanted.max_document_length:
@@ -123,36 +149,61 @@ class Documents:
                 kept.append(not reason)
         self._refuse_nothing(read, given)
         self.found, self._kept = [*read, *given], all_kept
+        for found in self.found:
+            found.files = {str(file): found.files.get(str(file), [0, 0]) for file in found.report.files}
+            found.unusable = {reason: drop.count for reason, drop in found.report.dropped.items()}
         return self.found
+
+    def save(self, folder: Path) -> None:
+        """Write the survey into `folder`, its survey.json last."""
+        for number, kept in enumerate(self._kept):
+            np.save(folder / f"kept-{number}.npy", np.frombuffer(kept, np.bool_))
+        found = [{name: value for name, value in vars(part).items() if name != "report"} for part in self.found]
+        writing = folder / f".{SURVEY}.writing"
+        writing.write_text(json.dumps(found), encoding="utf-8")
+        os.replace(writing, folder / SURVEY)
+
+    def load(self, folder: Path) -> None:
+        """Read by the survey that `save` wrote; reports of unusable rows are not in it."""
+        self.found = [Found(**part) for part in json.loads((folder / SURVEY).read_text(encoding="utf-8"))]
+        places = range(
+            len(self.sources)
+        )  # which bytes are in memory is for the system to say: all processes share them
+        self._kept = [np.load(folder / f"kept-{number}.npy", mmap_mode="r") for number in places]
+
+    def of(self, number: int) -> Iterator[tuple[bool, str]]:
+        """(whether it is held out, text) of a source, counted as in `found`, in the order of its rows; of a single
+        document both sides."""
+        self.survey()
+        found, end = self.found[number], self._border
+        texts = self._read(found.name, Report("text"))
+        if number >= len(self.sources):
+            yield from ((True, text) for text in texts)
+            return
+        for text, kept in zip_longest(texts, self._kept[number]):
+            if text is None or kept is None:
+                raise DataError(f"{found.path}: it holds another number of documents than when it was read before")
+            if not kept:
+                continue
+            if self.eval_sources:
+                yield False, text
+            elif found.documents == 1:
+                cut = int(len(text) * (1 - self.wanted.eval_share))
+                yield False, text[:cut]
+                yield True, text[cut:]
+            else:
+                yield place(text) < end, text
 
     def __iter__(self) -> Iterator[tuple[int, bool, str]]:
         """(number of the source, whether it is held out, text), in the order of sources and rows."""
-        self.survey()
-        for number, source in enumerate(self.sources.values()):
-            found, end = self.found[number], self._border
-            texts = self._read(source, Report("text"))
-            for text, kept in zip_longest(texts, self._kept[number]):
-                if text is None or kept is None:
-                    raise DataError(f"{source.path}: it holds another number of documents than when it was read before")
-                if not kept:
-                    continue
-                if self.eval_sources:
-                    yield number, False, text
-                elif found.documents == 1:
-                    cut = int(len(text) * (1 - self.wanted.eval_share))
-                    yield number, False, text[:cut]
-                    yield number, True, text[cut:]
-                else:
-                    yield number, place(text) < end, text
-        for number, source in enumerate(self.eval_sources.values(), start=len(self.sources)):
-            for text in self._read(source, Report("text")):
-                yield number, True, text
+        return ((number, *pair) for number in range(len(self.survey())) for pair in self.of(number))
 
     def training(self) -> Iterator[str]:
         """The documents to train on."""
         return (text for _, is_held_out, text in self if not is_held_out)
 
-    def _read(self, source: TextSource, report: Report) -> Iterator[str]:
+    def _read(self, name: str, report: Report) -> Iterator[str]:
+        source = self.copies.get(name) or (self.sources | self.eval_sources)[name]
         yield from iterate(source, "text", report)
         refuse_losses(report, source, self.wanted.max_dropped)
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +50,12 @@ ACCEPTED = "give a file, a folder, package.module:function, or a hub id such as 
 class Source(BaseModel):
     """One set of rows. In a recipe a plain string is short for `{path: …}`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        json_schema_extra={"type": ["string", "object"]},
+    )
 
     path: str
     """A file, a folder (also one that `datasets` saved), `package.module:function`, or a hub id."""
@@ -58,7 +64,8 @@ class Source(BaseModel):
     split: str = "train"
     """Split of a hub data set, or of a saved one that has splits."""
     streaming: bool = False
-    """Read a hub data set while it is downloaded, and keep no copy of it on the disk."""
+    """Read a hub data set while it is downloaded, without a copy of its files. Pretrain downloads its texts once, in
+    shares of all processes, and keeps them, packed, beside the tokens."""
     revision: str | None = None
     """Branch, tag or commit of a hub data set. Without it the id is taken at its word: a repository that changes
     later still counts as the same data."""
@@ -275,13 +282,26 @@ def _saved_rows(source: Source) -> Iterator[tuple[int, Row]]:
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[int, Row]]:
+    with from_hub(source):
+        yield from enumerate(hub_set(source), 1)
+
+
+def hub_set(source: Source) -> Any:
+    """The data set of a hub id, as `datasets` has it."""
     from datasets import load_dataset
 
-    try:
-        rows = load_dataset(
+    with from_hub(source):
+        return load_dataset(
             source.path, source.name, split=source.split, revision=source.revision, streaming=source.streaming
         )
-        yield from enumerate(rows, 1)
+
+
+@contextmanager
+def from_hub(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
     except Exception as error:  # datasets raises a dozen kinds: not found, no such split, no network …
         raise DataError(
             f"{source.path}: neither a local file or folder nor loadable from the hub (split {source.split!r})"

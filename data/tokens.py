@@ -8,10 +8,11 @@ chat template, and this file where an answer or document ends, write special tok
 """
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from jinja2 import TemplateError
@@ -33,6 +34,29 @@ class Encoded:
 
     input_ids: list[int]
     prompt_length: int
+
+
+class EncodedRows:
+    """Many of them, in four bytes a token: as lists of Python's numbers they would take many times that."""
+
+    def __init__(self, rows: Iterable[Encoded]) -> None:
+        self._ids, self._ends, self._prompt_lengths = array("i"), array("q", [0]), array("q")
+        for row in rows:
+            self._ids.extend(row.input_ids)
+            self._ends.append(len(self._ids))
+            self._prompt_lengths.append(row.prompt_length)
+
+    def __len__(self) -> int:
+        return len(self._prompt_lengths)
+
+    def __getitem__(self, place: int) -> Encoded:
+        """That row, from 0."""
+        return Encoded(self._ids[self._ends[place] : self._ends[place + 1]].tolist(), self._prompt_lengths[place])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max((end - start for start, end in pairwise(self._ends)), default=0)
 
 
 def ensure_chat_template(tokenizer: Tokenizer) -> str | None:

@@ -1,9 +1,5 @@
-"""On the other machines of a run: start this one's part of each stage that `rlhf run` starts on the first.
-
-    python -m rlhf.pipeline.follow RUN 1
-
-The first machine, where `rlhf run` is, has number 0; 1 is this one's. All of them see the run folder, and have the same
-working directory and packages. It ends when the run does, with code 1 if a stage did not come to its end.
+"""`rlhf follow`, on the other machines of a run: starts this one's part of each stage that `rlhf run` starts on the
+first. All of them see the run folder, and have the same working directory and packages.
 """
 
 import json
@@ -18,7 +14,7 @@ from rlhf.pipeline.launch import LOST, ORDER, to_its_end
 from rlhf.pipeline.lock import Holder, holder_of
 from rlhf.pipeline.summary import read_summary
 from rlhf.stages.disk import replace_text
-from rlhf.stages.signals import exit_code, exit_on_signal, handled
+from rlhf.stages.signals import exit_code
 
 SECONDS_TO_BEGIN = 600.0
 """How long the run may take to begin: its machine may come up later than this one."""
@@ -81,16 +77,3 @@ def follow(run_dir: Path, machine: int, say: Callable[[str], None] = print, pati
             if lost.parent.is_dir():
                 replace_text(lost, json.dumps({"mark": order["mark"], "machine": machine}), sync=False)
     return int(any(entry.status in ("failed", "stopped", "running") for entry in read_summary(run_dir).values()))
-
-
-def main(words: list[str]) -> int:
-    """The command."""
-    if len(words) != 2 or not words[1].isdecimal() or words[1] == "0":
-        print("usage: python -m rlhf.pipeline.follow RUN MACHINE (1, 2, …; machine 0 has `rlhf run`)", file=sys.stderr)
-        return 2
-    with handled(exit_on_signal):
-        return follow(Path(words[0]).absolute(), int(words[1]))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

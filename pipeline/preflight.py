@@ -128,6 +128,8 @@ def _positions(model: Path) -> int | None:
 def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
     found: dict[str, list[Any]] = {}
     if isinstance(settings, PretrainSettings):
+        if any(source.streaming for source in settings.sources().values()):
+            return  # the stage downloads it, once
         for part in Documents(settings, settings.stage).survey():
             _tell(f"{settings.stage}.{part.name}", part.report, say)
         return

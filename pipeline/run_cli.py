@@ -79,6 +79,23 @@ def run(
 
 
 @run_app.command()
+def follow(
+    run_dir: RunArgument,
+    machine: Annotated[
+        int, typer.Argument(metavar="MACHINE", min=1, help="Number of this machine: 1, 2 …; number 0 has `rlhf run`.")
+    ],
+) -> None:
+    """On another machine of a run on several: start its part of each stage.
+
+    The first machine, number 0, has `rlhf run`. All see the run folder, and have the same working directory and
+    packages. It ends when the run does, with code 1 if a stage did not come to its end.
+    """
+    from rlhf.pipeline.follow import follow
+
+    raise typer.Exit(follow(run_dir.absolute(), machine, lambda text: print(text, flush=True)))
+
+
+@run_app.command()
 def plan(
     recipe: RecipeArgument,
     overrides: Overrides = None,

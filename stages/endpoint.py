@@ -129,15 +129,21 @@ class ChatModel:
         """One text per conversation, a list of messages {role, content}. Raises EndpointError."""
 
         def answer(messages: list[dict[str, str]]) -> str:
-            asked = {"model": self.model, "messages": messages, "max_tokens": max_new_tokens}
-            found = self.endpoint.post("/v1/chat/completions", asked | {"temperature": temperature})
-            try:
-                return str(found["choices"][0]["message"]["content"] or "")
-            except (KeyError, IndexError, TypeError) as error:
-                raise EndpointError(f"{self.endpoint.url}: an answer without text: {str(found)[:200]}") from error
+            return self.reply(messages, max_new_tokens, temperature)[0]
 
         with ThreadPoolExecutor(self.at_once) as pool:
             return list(pool.map(answer, conversations))
+
+    def reply(
+        self, messages: list[dict[str, str]], max_new_tokens: int, temperature: float
+    ) -> tuple[str, dict[str, Any]]:
+        """(text, what the server says that it used: prompt_tokens, completion_tokens). Raises EndpointError."""
+        asked = {"model": self.model, "messages": messages, "max_tokens": max_new_tokens, "temperature": temperature}
+        found = self.endpoint.post("/v1/chat/completions", asked)
+        try:
+            return str(found["choices"][0]["message"]["content"] or ""), found.get("usage") or {}
+        except (KeyError, IndexError, TypeError) as error:
+            raise EndpointError(f"{self.endpoint.url}: an answer without text: {str(found)[:200]}") from error
 
     def grades(self, prompts: Sequence[str], responses: Sequence[str], question: str = QUESTION) -> list[float]:
         """The first number in the answer to `question`, which holds {prompt} and {response}. Raises EndpointError."""

@@ -69,8 +69,11 @@ class Processes:
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
 
     def spread(self, model: Model) -> Model:
-        """Spread a model over the processes, if that is asked for; before its optimizer is made. In place."""
-        if self.sharding is not None:
+        """Bring a model to the device, before its optimizer is made: spread over the processes if that is asked for.
+        In place."""
+        if self.sharding is None:
+            model.to(self.device)
+        else:
             sharding.spread(model, self.sharding, self.device, self.low_precision)
             if any(weight.requires_grad for weight in model.parameters()):
                 self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and not to be wrapped again
@@ -116,8 +119,8 @@ class Processes:
         if kind == DistributedType.DEEPSPEED:
             raise RefusedError(
                 f"{stage}: the accelerate config asks for DEEPSPEED, which is not supported; use distributed_type FSDP "
-                "with fsdp_version: 2, which does what ZeRO-3 does, or with fsdp_reshard_after_forward: false what "
-                "ZeRO-2 does"
+                "with fsdp_version: 2 (the shipped fsdp2), which does what ZeRO-3 does, or with "
+                "fsdp_reshard_after_forward: false (zero2), which does what ZeRO-2 does"
             )
         if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
             raise RefusedError(

@@ -26,12 +26,16 @@ def mask(text: str) -> str:
 
 def exposed(value: object, place: str = "") -> Iterator[tuple[str, str]]:
     """(dotted place, variable) of each text in nested settings that holds a secret."""
+    yield from _exposed(value, place, secrets())
+
+
+def _exposed(value: object, place: str, known: dict[str, str]) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for name, part in value.items():
-            yield from exposed(str(name), place)
-            yield from exposed(part, f"{place}.{name}" if place else str(name))
+            yield from _exposed(str(name), place, known)
+            yield from _exposed(part, f"{place}.{name}" if place else str(name), known)
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
-            yield from exposed(part, f"{place}.{number}")
+            yield from _exposed(part, f"{place}.{number}", known)
     elif isinstance(value, str):
-        yield from ((place, name) for name, secret in secrets().items() if secret in value)
+        yield from ((place, name) for name, secret in known.items() if secret in value)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhf.data.errors import SettingsError
@@ -38,6 +39,17 @@ class Settings(BaseModel):
         except ValidationError as error:
             problems = [_problem(cls, where, details) for details in error.errors()]
             raise SettingsError("\n".join(problems)) from None
+
+
+def one_or_several(schema: dict[str, Any]) -> None:
+    """In a JSON schema: where a list of texts is wanted, a text alone will do."""
+    whole = {name: schema.pop(name) for name in ("anyOf", "items", "type") if name in schema}
+    schema["anyOf"] = [{"type": "string"}, *whole.pop("anyOf", [whole])]
+
+
+def meaning(field: FieldInfo) -> str:
+    """What the text under a setting says, in one line."""
+    return " ".join((field.description or "").split())
 
 
 TRACKERS: dict[str, tuple[str, ...]] = {
@@ -105,7 +117,7 @@ class StageSettings(Settings):
     """A step whose loss or gradient is not finite is skipped; after so many in a row the stage stops."""
     log_every: int = Field(10, ge=1)
     """Steps between two lines of metrics."""
-    report_to: list[str] | None = None
+    report_to: list[str] | None = Field(None, json_schema_extra=one_or_several)
     """Trackers that get the metrics too: tensorboard, wandb, trackio, mlflow, comet_ml, clearml, aim, dvclive, swanlab.
     None: TensorBoard where it is installed; []: none."""
     save_every: int = Field(50, ge=1)
@@ -203,4 +215,4 @@ def _fields_at(cls: type[BaseModel], path: list[str]) -> list[str]:
 def _description(cls: type[BaseModel], path: list[str]) -> str:
     section = _class_at(cls, path[:-1])
     field = section.model_fields.get(path[-1]) if section else None
-    return (field.description if field else None) or "a value is needed"
+    return (meaning(field) if field else "") or "a value is needed"

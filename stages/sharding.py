@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -56,8 +57,19 @@ def asked_for() -> Sharding | None:
     return Sharding(_is_true("FSDP_RESHARD_AFTER_FORWARD", "true"))
 
 
+def later(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have the weights of a model in this type when it is spread.
+
+    Until then they may be as they lie in the model's file, which is mapped into memory: all processes of a machine
+    then share it, and none has a copy of its own.
+    """
+    for weight in model.parameters():
+        _types[weight] = dtype
+
+
 def spread(model: nn.Module, sharding: Sharding, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Spread the weights of a model over all processes, in place; what each has of them goes to its `device`.
+    """Spread the weights of a model over all processes, in place; what each has of them goes to its `device`, layer by
+    layer, so that no process needs room for all.
 
     Whenever a layer is at work its weights are gathered, in `dtype` if there is one; so are those of heads to one
     number and the rest (embeddings, last norm), in their own type. The model is called by its forward alone; for
@@ -74,13 +86,20 @@ def spread(model: nn.Module, sharding: Sharding, device: torch.device, dtype: to
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inside = {module for layer in layers for module in layer.modules()}
     for layer in layers:
-        fully_shard(layer, mp_policy=in_dtype, **settings)
+        fully_shard(_brought(layer, device), mp_policy=in_dtype, **settings)
     for module in list(model.modules()):
         if isinstance(module, nn.Linear) and module.out_features == 1 and module not in inside:
-            fully_shard(module, mp_policy=as_it_is, **settings)
-    root = fully_shard(model, mp_policy=as_it_is, **settings)
+            fully_shard(_brought(module, device), mp_policy=as_it_is, **settings)
+    root = fully_shard(_brought(model, device), mp_policy=as_it_is, **settings)
     root._get_fsdp_state()._lazy_init()  # else whatever is called first would be taken for the root
     _move_buffers(model, device)
+
+
+def _brought(module: nn.Module, device: torch.device) -> nn.Module:
+    for weight in module.parameters():
+        if not isinstance(weight, DTensor):
+            weight.data = weight.data.to(device, _types.get(weight, weight.dtype))
+    return module
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -159,12 +178,15 @@ def gathered(model: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
+_types: Any = WeakTensorKeyDictionary()
+"""Of weights that are still to be spread: what they will be in then."""
 _skeletons: WeakKeyDictionary[Any, nn.Module] = WeakKeyDictionary()
 """Of each sharded model a tree of modules without weights, made before it was sharded: it cannot be copied later."""
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    found = _copy(model, {p: torch.empty_like(p, device="meta") for p in model.parameters()})
+    shapes = {p: torch.empty_like(p, dtype=_types.get(p, p.dtype), device="meta") for p in model.parameters()}
+    found = _copy(model, shapes)
     for module in found.modules():
         vars(module).pop("forward", None)  # what was put there recomputes activations, or belongs to the model itself
     return found

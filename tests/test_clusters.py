@@ -96,9 +96,9 @@ def test_the_first_machine_runs_the_recipe_with_a_config_for_all_machines(tmp_pa
 
 
 def test_the_other_machines_follow(tmp_path: Path, bin_folder: Path) -> None:
-    write_command(bin_folder / "python", 'printf "%s\\n" "$@"')
+    write_command(bin_folder / "rlhf", 'printf "%s\\n" "$@"')
     said = shell(f'{FOLDER / "machine.sh"} "$@"', tmp_path, "bash", *MACHINE_1).splitlines()
-    assert said == ["-m", "rlhf.pipeline.follow", "/runs/mine", "1"]
+    assert said == ["follow", "/runs/mine", "1"]
 
 
 def test_slurm_starts_one_part_per_machine_and_queues_a_stopped_run_again(tmp_path: Path, bin_folder: Path) -> None:

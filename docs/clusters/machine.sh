@@ -14,7 +14,7 @@ recipe=$1 run=$2 machine=$3 machines=$4 gpus=$5 address=$6
 shift 6
 
 if [ "$machine" -ne 0 ]; then
-    exec python -m rlhf.pipeline.follow "$run" "$machine"
+    exec rlhf follow "$run" "$machine"
 fi
 
 find='import sys; from rlhf.pipeline.accelerate_config import config_path; print(config_path(sys.argv[1]))'

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf.data.sources import TextSource
 from rlhf.stages.pretrain.presets import GPT, LLAMA, PARTS, PRESETS
-from rlhf.stages.settings import StageSettings, nearest
+from rlhf.stages.settings import StageSettings, nearest, one_or_several
 
 TRAINED_TOKENIZERS = ("bpe", "characters")
 """The values of `tokenizer` that ask for a new one."""
@@ -36,7 +36,7 @@ class PretrainSettings(StageSettings):
     model: str | None = None
     """Folder or hub id of a model to train further, with its own tokenizer; none: a new one."""
 
-    preset: list[str] = Field(default_factory=list)
+    preset: list[str] = Field(default_factory=list, json_schema_extra=one_or_several)
     """Named shapes that fill in what the recipe does not set, one or several, the later over the former: original,
     llama, gpt3-125m to gpt3-175b, mini-gpt, mini-64."""
     architecture: Literal["llama", "gpt2", "decoder"] = "llama"
@@ -156,7 +156,7 @@ class PretrainSettings(StageSettings):
             filled = {name: value for name, value in filled.items() if name not in PARTS}
         return filled | values | {"preset": names}
 
-    @field_validator("data", "eval_data", mode="before")
+    @field_validator("data", "eval_data", mode="before", json_schema_input_type=TextSource | list[TextSource] | None)
     @classmethod
     def _list_of_sources(cls, value: Any) -> Any:
         return value if isinstance(value, list) or value is None else [value]

@@ -18,10 +18,10 @@ from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.tokenizer import padded_vocab_size
 
 
-def make_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """In float32 and in training mode."""
+def make_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase, spread: bool = False) -> PreTrainedModel:
+    """In float32 and in training mode; `spread` as in `load_policy`."""
     if settings.model is not None:
-        model = load_policy(settings.model, tokenizer)
+        model = load_policy(settings.model, tokenizer, spread=spread)
     else:
         model = AutoModelForCausalLM.from_config(model_config(settings, tokenizer), dtype=torch.float32)
     if settings.gradient_checkpointing:

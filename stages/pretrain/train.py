@@ -46,7 +46,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     corpus = prepare(run)
     tokenizer, eos = corpus.tokenizer, corpus.tokenizer.eos_token_id
     batch_size = run.batch_size(*global_batch(settings, corpus.block_size), len(corpus.rows))
-    model = make_model(settings, tokenizer)
+    model = make_model(settings, tokenizer, spread=run.sharding is not None)
     prompts = sample_prompts(settings, model, tokenizer)
     run.flops_per_token = flops_per_token(model, corpus.block_size)
     run.in_memory = weights_in_memory(model)

@@ -77,16 +77,18 @@ def train(folder: str | Path) -> dict[str, Any]:
     if settings.lora:
         adapters.add_lora(model.classifier, settings.lora)
     run.in_memory = weights_in_memory(model, *([lm_head] if lm_head else []))
-    model.packed = packs_here(settings.packing, run.device, run.accelerator.mixed_precision) and reads_packs(
-        model.to(run.device).classifier, run.accelerator.autocast()
-    )
+    run.spread(model)
+    with gathered(model):
+        model.packed = packs_here(settings.packing, run.device, run.accelerator.mixed_precision) and reads_packs(
+            model.classifier, run.accelerator.autocast()
+        )
     if settings.packing and not model.packed:
         run.say("reward.packing has no effect: this model, or its attention on this device, does not keep texts apart")
     compiled = settings.compile and run.device.type == "cuda"
     if compiled:
         compile_layers(model)
     multiple = MULTIPLE if compiled else 1
-    optimizer = adamw(trained(run.spread(model)).values(), settings.learning_rate, settings.weight_decay)
+    optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
     run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
@@ -135,7 +137,7 @@ def starting_model(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerB
     """The backbone with a new head, or a reward model with its own; scores are not normalised while it learns."""
     settings = run.settings
     assert settings.model is not None
-    model = load_scalar(settings.model, tokenizer, new_head=True)
+    model = load_scalar(settings.model, tokenizer, new_head=True, spread=run.sharding is not None)
     check_positions("reward.max_length", settings.max_length, model.classifier)
     if not model.has_new_head:
         run.say(f"{settings.model} is a reward model already: training goes on from its own head")

@@ -14,7 +14,7 @@ from trl import SFTConfig
 
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
-from rlhf.data.tokens import Encoded, encode_example
+from rlhf.data.tokens import EncodedRows, encode_example
 from rlhf.stages.adapters import lora_config
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import check_positions, hand_over, load_policy, load_tokenizer, save_folder
@@ -35,31 +35,29 @@ def train(folder: str | Path) -> dict[str, Any]:
     assert settings.model is not None  # read_settings' caller filled it in; identify() refuses otherwise
     tokenizer = load_tokenizer(settings.model)
     run = Runtime(settings, folder)
-    rows, eval_rows = read_rows(run)
-    encoded = encode_rows(run, tokenizer, rows)
-    eval_encoded = encode_rows(run, tokenizer, eval_rows)
+    encoded, eval_encoded = (encode_rows(run, tokenizer, rows) for rows in read_rows(run))
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(encoded))
     num_steps = run.num_steps = math.ceil(settings.num_epochs * len(encoded) / batch_size)
     run.say(f"{len(encoded)} demonstrations, {len(eval_encoded)} held out")
-    model = load_policy(settings.model, tokenizer)
+    model = load_policy(settings.model, tokenizer, spread=run.sharding is not None)
     check_positions("sft.max_length", settings.max_length, model)
-    longest = max(len(row.input_ids) for row in [*encoded, *eval_encoded])
-    reading = Reading(
-        model.to(run.device), longest, tokenizer.pad_token_id, run.device, run.accelerator.mixed_precision,
-        run.accelerator.autocast(), settings.packing, settings.compile,
-    )  # fmt: skip
+    longest = max(encoded.longest, eval_encoded.longest)
+    trainer = build_trainer(run, model, tokenizer, encoded, batch_size, longest)
+    trained, reading = trainer.model, trainer.reading
     if settings.packing and not reading.packed:
         run.say("sft.packing has no effect: this model, or its attention on this device, does not keep rows apart")
-    base_eval_loss = held_out_loss(run, model, eval_encoded, reading)
+
+    def evaluate() -> float:
+        with gathered(trained):
+            return held_out_loss(run, trained.get_base_model() if settings.lora else trained, eval_encoded, reading)
+
+    base_eval_loss = evaluate()  # an adapter changes nothing yet
     if not math.isfinite(base_eval_loss):
         raise RuntimeError(f"sft.model: its held-out loss is {base_eval_loss} before any training; take another model")
-    trainer = build_trainer(run, model, tokenizer, encoded, batch_size, reading)
     trainer.go_on_from(run.newest_checkpoint())
     if trainer.state.global_step < num_steps and run.stop_requested():
         run.stop(trainer.state.global_step)
-    trained = run.unwrap(trainer.model)
-    with gathered(trained):
-        eval_loss = held_out_loss(run, trained.get_base_model() if settings.lora else trained, eval_encoded, reading)
+    eval_loss = evaluate()
     run.log(num_steps, {"eval_loss": eval_loss}, force=True)
     with run.whole(trained) as whole:
         run.on_main(
@@ -79,11 +77,11 @@ def read_rows(run: Runtime[SFTSettings]) -> tuple[list[Demonstration], list[Demo
 
 def encode_rows(
     run: Runtime[SFTSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration]
-) -> list[Encoded]:
+) -> EncodedRows:
     """Token ids of the rows that fit; the others are counted aloud, and none left is an error."""
     max_length = run.settings.max_length
-    found = [encode_example(tokenizer, row.prompt, row.response, max_length) for row in rows]
-    kept = [row for row in found if row is not None]
+    found = (encode_example(tokenizer, row.prompt, row.response, max_length) for row in rows)
+    kept = EncodedRows(row for row in found if row is not None)
     if len(kept) < len(rows):
         text = f"{len(rows) - len(kept)} of {len(rows)} responses are longer than max_length {max_length}"
         if not kept:
@@ -96,9 +94,9 @@ def build_trainer(
     run: Runtime[SFTSettings],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: list[Encoded],
+    rows: EncodedRows,
     batch_size: int,
-    reading: Reading,
+    longest: int,
 ) -> CheckpointedTrainer:
     """TRL's trainer; what it takes for a batch is the number of a step, whose rows it reads in passes of our cut."""
     settings = run.settings
@@ -132,9 +130,9 @@ def build_trainer(
     steps = [step for step in range(run.num_steps) for _ in range(run.num_processes)]  # one of each for each process
     trainer = CheckpointedTrainer(
         run,
-        reading,
         rows,
         batch_size,
+        longest,
         model=model,
         args=SFTConfig(**{**ours, "remove_unused_columns": False, **settings.args}),
         train_dataset=Dataset.from_dict({"step": steps}),
@@ -149,7 +147,7 @@ def build_trainer(
 
 
 @torch.no_grad()
-def held_out_loss(run: Runtime[SFTSettings], model: PreTrainedModel, rows: list[Encoded], reading: Reading) -> float:
+def held_out_loss(run: Runtime[SFTSettings], model: PreTrainedModel, rows: EncodedRows, reading: Reading) -> float:
     """Mean loss per response token over all held-out rows, each counted once."""
     model.eval()
     settings = run.settings

@@ -3,6 +3,7 @@ allows it, and nothing waits for the device after a step. Checkpoints are like t
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import SFTTrainer
 
 from rlhf.data.collate import IGNORED, batch_indices, labels, pad_right
-from rlhf.data.tokens import Encoded
+from rlhf.data.tokens import Encoded, EncodedRows
 from rlhf.stages import training_state
 from rlhf.stages.bad_numbers import count_step, leave_out_overflow
 from rlhf.stages.checkpoints import Checkpoint
@@ -23,7 +24,7 @@ from rlhf.stages.out_of_memory import doing, within_memory
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Passage, Reading, num_targets
-from rlhf.stages.sharding import full
+from rlhf.stages.sharding import full, gathered
 
 _SCHEDULER = "scheduler.json"
 
@@ -32,19 +33,25 @@ class CheckpointedTrainer(SFTTrainer):
     """What its data set gives it is the number of a step."""
 
     def __init__(
-        self, run: Runtime[SFTSettings], reading: Reading, rows: list[Encoded], batch_size: int, **options: Any
+        self, run: Runtime[SFTSettings], rows: EncodedRows, batch_size: int, longest: int, **options: Any
     ) -> None:
         super().__init__(**options)
-        self.run, self.reading, self.rows, self.batch_size = run, reading, rows, batch_size
-        plain = self.args.loss_type == "nll" and not self.args.label_smoothing_factor and not self.aux_loss_enabled
-        self.ours = plain and reading.straight
-        """Whether the loss is ours; else TRL's, which makes more kinds of it."""
-        reading.packed &= self.ours
-        if self.ours:
-            give_losses(self.model.get_base_model() if run.settings.lora else self.model, reading)
-        if reading.compiled:
-            compile_layers(self.model)
+        self.run, self.rows, self.batch_size, settings = run, rows, batch_size, run.settings
+        decoder = self.model.get_base_model() if settings.lora else self.model
+        give_losses(decoder, self)
         run.spread(self.model)
+        # Layers that were gathered are in the type of autocast.
+        with gathered(self.model), run.accelerator.autocast() if run.sharding else nullcontext():
+            self.reading = Reading(
+                decoder, longest, self.processing_class.pad_token_id, run.device, run.accelerator.mixed_precision,
+                run.accelerator.autocast(), settings.packing, settings.compile,
+            )  # fmt: skip
+        plain = self.args.loss_type == "nll" and not self.args.label_smoothing_factor and not self.aux_loss_enabled
+        self.ours = plain and self.reading.straight
+        """Whether the loss is ours; else TRL's, which makes more kinds of it."""
+        self.reading.packed &= self.ours
+        if self.reading.compiled:
+            compile_layers(self.model)
         self.checkpoint: Checkpoint | None = None
         """The one that training goes on from."""
         self.late = Late(run)
@@ -52,6 +59,9 @@ class CheckpointedTrainer(SFTTrainer):
         """Loss and token accuracy of this process's share of a step, as parts of those of the whole."""
         self.correct: list[Tensor] = []
         """Tokens of each pass of a step that the model takes to be the likeliest."""
+
+    def _move_model_to_device(self, *_: Any) -> None:
+        """Nothing: `spread` does it, and a model that is to be spread may be larger than the device."""
 
     def go_on_from(self, checkpoint: Checkpoint | None) -> None:
         """Train to the end, from a checkpoint if there is one."""
@@ -191,13 +201,13 @@ class CheckpointedTrainer(SFTTrainer):
             super()._load_rng_state(checkpoint)
 
 
-def give_losses(model: PreTrainedModel, reading: Reading) -> None:
+def give_losses(model: PreTrainedModel, trainer: CheckpointedTrainer) -> None:
     """Let the model, called with a passage, return its losses: through its own forward, around which Accelerate puts
     precision and processes."""
     without = model.forward
 
     def forward(_: PreTrainedModel, *arguments: Any, passage: Passage | None = None, **named: Any) -> Any:
-        return without(*arguments, **named) if passage is None else reading.losses(model, passage)
+        return without(*arguments, **named) if passage is None else trainer.reading.losses(model, passage)
 
     model.forward = MethodType(forward, model)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.data import documents as module
 from rlhf.data.documents import Documents, Found, summary
 from rlhf.data.errors import DataError
 from rlhf.data.sources import TextSource
@@ -121,7 +122,8 @@ def test_files_of_a_folder_are_counted_one_by_one_in_their_order(tmp_path: Path)
     [found] = Documents(Wanted([TextSource(path=str(tmp_path))]), "pretrain").survey()
     assert (found.documents, found.characters) == (2, 10)
     assert found.report.files == [tmp_path / "a" / "z.txt", tmp_path / "b.txt", tmp_path / "c.txt"]
-    assert found.files == {tmp_path / "a" / "z.txt": [1, 6], tmp_path / "b.txt": [1, 4]}
+    counts = {tmp_path / "a" / "z.txt": [1, 6], tmp_path / "b.txt": [1, 4], tmp_path / "c.txt": [0, 0]}
+    assert found.files == {str(path): count for path, count in counts.items()}
 
 
 def test_a_broken_byte_in_a_folder_is_named_by_file_and_place(tmp_path: Path) -> None:
@@ -174,6 +176,19 @@ def test_text_that_changes_between_two_readings_is_refused(world: World) -> None
         Path(source.path).write_text("".join(json.dumps(text) + "\n" for text in texts))
         with pytest.raises(DataError, match=r"1\.jsonl: it holds another number of documents than when it was read"):
             list(documents)
+
+
+def test_a_survey_that_another_process_saved_is_read_by(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART", 4)
+    wanted = Wanted([world.write("aa", "bbb", "aa", "c"), world.write("0123456789")], deduplicate="exact")
+    ours, theirs = Documents(wanted, "pretrain"), Documents(wanted, "pretrain")
+    ours.survey()
+    ours.save(world.folder)
+    theirs.load(world.folder)
+    assert list(theirs) == list(ours)
+    assert [found.ranges for found in theirs.found] == [[(0, 2), (2, 3)], [(0, 1)]]
+    assert theirs.found[0].left_out == {"came before": 1}
+    assert [text for _, text in theirs.of(1)] == ["01234567", "89"]
 
 
 def test_where_held_out_places_end_is_decided_by_sources_of_several_documents_alone(world: World) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.pipeline import follow, launch
+from rlhf.pipeline import cli, follow, launch
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.recipe import Recipe, load_recipe
@@ -58,7 +58,9 @@ def test_each_machine_starts_its_part_of_a_stage(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = Path("run").absolute()
     (run_dir / "sft-1").mkdir(parents=True)
-    other = subprocess.Popen([sys.executable, "-m", "rlhf.pipeline.follow", str(run_dir), "1"])
+    other = subprocess.Popen(
+        [sys.executable, "-c", "from rlhf.pipeline.cli import main; main()", "follow", str(run_dir), "1"]
+    )
     with held(run_dir, 0) as fd:
         launch.run_stage("sft", run_dir / "sft-1", recipe, fd)
         write_summary(run_dir, {"sft": Entry("done")})
@@ -143,8 +145,22 @@ def test_where_no_run_begins_it_says_so(launches: Launches) -> None:
 
 @pytest.mark.parametrize("words", [[], ["run"], ["run", "0"], ["run", "first"]])
 def test_it_says_how_it_is_used(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert follow.main(words) == 2
-    assert "usage: python -m rlhf.pipeline.follow RUN MACHINE" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["follow", *words])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "Usage: " in said
+    assert "MACHINE" in said
+
+
+def test_the_command_ends_with_the_code_of_what_it_followed(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(follow, "follow", lambda *arguments: asked.append(arguments[:2]) or 1)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["follow", "run", "2"])
+    assert (ended.value.code, asked) == (1, [(Path("run").absolute(), 2)])
 
 
 def test_a_machine_is_ended_when_the_run_is_gone(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pipeline_world import FakeStages, contents, write_rows
 
+from rlhf.data.documents import Documents
 from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.pipeline import lock, runner
 from rlhf.pipeline.errors import RunFailed
@@ -125,6 +126,14 @@ def test_text_is_counted_out_source_by_source_before_anything_trains(world: Path
         run("pretrain.data=[text.jsonl,more.jsonl]")
     said = run("pretrain.data=[text.jsonl,more.jsonl]", "pretrain.max_dropped=0.5")
     assert any(line.startswith("pretrain.data[1]: kept 1 of 3 rows; 1 ×") for line in said)
+
+
+def test_text_that_streams_is_left_to_the_stage_which_downloads_it_once(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Documents, "survey", None)  # is not called
+    run("pretrain.data={path: owner/name, streaming: true}")
+    assert stages.trained[0] == "pretrain"
 
 
 def test_text_of_which_nothing_can_be_held_out_is_refused(world: Path, stages: FakeStages) -> None:

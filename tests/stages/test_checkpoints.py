@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from forking import fork
+from processes_world import become_rank, free_port
 from safetensors.torch import save_file
 from stages_world import TINY, inputs, run_stage
 
@@ -350,23 +353,29 @@ def test_a_stage_says_which_checkpoint_it_passed_over_and_that_it_starts_over_wi
     assert [row["step"] for row in Artifact(folder).metrics] == list(range(1, TINY["pretrain"]["num_steps"] + 1))
 
 
+def process(rank: int, port: int, folder: Path, said: Path) -> None:
+    become_rank(rank, port)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.argv = ["rlhf.stages.pretrain", str(folder)]
+    runpy.run_module("rlhf.stages.pretrain", run_name="__main__")
+
+
 def test_two_processes_end_in_seconds_when_the_disk_is_full(small_disk: Any, tmp_path: Path) -> None:
-    disk = small_disk(200)
-    fields = {**TINY["pretrain"], "report_to": [], "hidden_size": 32}
-    write_settings(disk / "pretrain", PretrainSettings.load(fields, "pretrain"))
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_machines", "1", "--multi_gpu",
-             "--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-             "-m", "rlhf.stages.pretrain", str(disk / "pretrain")]  # fmt: skip
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    told = json.loads((disk / "pretrain" / "status.json").read_text())
+    """Each by itself: no launcher ends the other."""
+    folder = small_disk(200) / "pretrain"
+    write_settings(folder, PretrainSettings.load({**TINY["pretrain"], "report_to": [], "hidden_size": 32}, "pretrain"))
+    port = free_port()
+    processes = [fork(process, rank, port, folder, tmp_path / "said") for rank in (0, 1)]
+    for each in processes:
+        each.join(60)
+    assert [each.exitcode for each in processes] == [1, 1]
+    told = json.loads((folder / "status.json").read_text())
     assert told["state"] == "failed"
     assert re.search(
         r"could not be written to .*pretrain: .* and run again: it (starts over|goes on from)", told["message"]
     )
-    assert "could not be written" in ended.stderr
-    assert not artifact.temporaries(disk / "pretrain")
+    assert "could not be written" in (tmp_path / "said").read_text()
+    assert not artifact.temporaries(folder)
 
 
 def test_data_that_cannot_be_read_is_refused_and_not_taken_for_a_write_that_failed(tmp_path: Path) -> None:

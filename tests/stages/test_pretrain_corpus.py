@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from stages_world import byte_tokenizer, tiny_policy
 
+from rlhf.data import documents
 from rlhf.data.collate import Blocks, blocks
+from rlhf.data.documents import Documents
 from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.split import split_by_prompt
@@ -18,8 +21,10 @@ from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import write_settings
 from rlhf.stages.disk import file_digest
 from rlhf.stages.pretrain import corpus as module
+from rlhf.stages.pretrain import ids as token_files
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.corpus import Corpus, prepare
+from rlhf.stages.pretrain.together import claimed
 from rlhf.stages.runtime import Runtime
 
 Prepare = Callable[..., Corpus]
@@ -67,7 +72,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, noted)
 
     note("train_tokenizer", module.train_tokenizer)
-    note("write_tokens", module.write_tokens)
+    note("join_parts", module.join_parts)
     return done
 
 
@@ -110,10 +115,10 @@ def test_a_text_smaller_than_a_block_is_refused_with_the_sizes(folder: Path, mak
 
 def test_what_did_not_change_is_not_made_again(folder: Path, make: Prepare, work: list[str]) -> None:
     first = make()
-    assert work == ["train_tokenizer", "write_tokens"]
+    assert work == ["train_tokenizer", "join_parts"]
     shutil.rmtree(folder / "run" / "pretrain")
     again = make(num_steps=7, learning_rate=1.0, block_size=8, hidden_size=16)
-    assert work == ["train_tokenizer", "write_tokens"]
+    assert work == ["train_tokenizer", "join_parts"]
     assert isinstance(again.rows.tokens, np.memmap)
     assert again.rows.tokens.dtype == np.uint16
     assert (again.rows.tokens == first.rows.tokens).all()
@@ -133,7 +138,7 @@ def test_a_setting_that_decides_the_tokens_makes_them_anew(
 ) -> None:
     make()
     make(**change)
-    assert work == ["train_tokenizer", "write_tokens"] * 2
+    assert work == ["train_tokenizer", "join_parts"] * 2
     make()
     assert len(work) == 4
 
@@ -142,7 +147,7 @@ def test_one_other_letter_in_the_text_makes_them_anew(folder: Path, make: Prepar
     before = make().rows.tokens.copy()
     write_rows(folder / "rows.jsonl", ["dokument 0 of the text\n", *TEXTS[1:]])  # of the same size
     after = make().rows.tokens
-    assert work == ["train_tokenizer", "write_tokens"] * 2
+    assert work == ["train_tokenizer", "join_parts"] * 2
     assert len(before) != len(after) or (before != after).any()
 
 
@@ -155,7 +160,7 @@ def test_another_existing_tokenizer_makes_the_tokens_anew(folder: Path, make: Pr
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "bytes" / "tokenizer.json").write_text(json.dumps(changed))
     make(tokenizer=str(folder / "bytes"))
-    assert work == ["write_tokens", "write_tokens"]
+    assert work == ["join_parts", "join_parts"]
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no meta", "broken meta", "no file"])
@@ -170,27 +175,139 @@ def test_damaged_tokens_are_made_anew(folder: Path, make: Prepare, work: list[st
     else:
         (place / ("meta.json" if damage == "no meta" else "held_out.bin")).unlink()
     assert (make().rows.tokens == before).all()
-    assert work == ["train_tokenizer", "write_tokens", "write_tokens"]
+    assert work == ["train_tokenizer", "join_parts", "join_parts"]
 
 
-@pytest.mark.parametrize("name", ["train_tokenizer", "write_tokens"])
-def test_a_kill_while_writing_leaves_nothing_that_counts(
-    folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.fixture
+def parts_of_five(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the forty texts, each of some twenty characters."""
+    monkeypatch.setattr(documents, "PART", 100)
+
+
+def ids(folder: Path) -> dict[str, bytes]:
+    """What is kept of a text's tokens, by file."""
+    [place] = (path.parent for path in (folder / "run" / "tokens").glob("*/meta.json"))
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+def test_a_kill_loses_the_part_that_is_being_written_and_no_other(
+    folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch, work: list[str], parts_of_five: None
 ) -> None:
-    def killed(*_: Any) -> None:
-        for path in (folder / "run" / "tokens").glob(".*.writing"):
-            (path / "tokens.bin").write_bytes(b"half")
-        raise KeyboardInterrupt
+    make()
+    whole, parts = ids(folder), []
+    shutil.rmtree(folder / "run" / "tokens")
+    real = token_files.encode_documents
 
+    def killed_in_the_third(*args: Any) -> Iterator[list[int]]:
+        parts.append(found := list(real(*args)))
+        yield from found[:2]
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+        yield from found[2:]
+
+    monkeypatch.setattr(token_files, "encode_documents", killed_in_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    make()
+    assert len(parts) == 9  # of eight, one was begun twice
+    assert sum(map(len, parts)) == 40 + 5
+    assert ids(folder) == whole
+    assert work == ["train_tokenizer", "join_parts"] * 2
+
+
+def test_parts_that_another_process_is_at_are_left_to_it_and_change_nothing(
+    folder: Path, make: Prepare, work: list[str], parts_of_five: None
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder / "bytes")
+    make(tokenizer=str(folder / "bytes"))
+    wanted = PretrainSettings.load({"data": str(folder / "rows.jsonl"), "vocab_size": 280}, "pretrain")
+    (shared := folder / "shared").mkdir()
+    ours, theirs = Documents(wanted, "pretrain"), Documents(wanted, "pretrain")
+    for documents_of in (ours, theirs):
+        module.survey(folder / "text", documents_of)
+    at_work = [shared / "parts" / f"00000-{start:012}-{start + 5:012}.json" for start in (5, 30)]
+    at_work[0].parent.mkdir()
+    with claimed(at_work[0]), claimed(at_work[1]):
+        token_files.write_parts(shared, ours, tokenizer, lambda *_, **__: None)
+    assert len(list((shared / "parts").glob("*.train"))) == 6
+    with pytest.raises(FileNotFoundError):
+        token_files.join_parts(shared, ours, tokenizer)
+    token_files.write_parts(shared, theirs, tokenizer, lambda *_, **__: None)
+    token_files.join_parts(shared, theirs, tokenizer)
+    assert {path.name: path.read_bytes() for path in shared.iterdir()} == ids(folder)
+
+
+def test_a_process_reads_nothing_of_a_text_whose_parts_are_all_taken(
+    folder: Path, make: Prepare, parts_of_five: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = PretrainSettings.load({"data": str(folder / "rows.jsonl")}, "pretrain")
+    first, late = Documents(wanted, "pretrain"), Documents(wanted, "pretrain")
+    module.survey(folder / "text", first)
+    token_files.write_parts(folder, first, byte_tokenizer(), lambda *_, **__: None)
+    monkeypatch.setattr(Documents, "_read", None)
+    module.survey(folder / "text", late)
+    token_files.write_parts(folder, late, byte_tokenizer(), lambda *_, **__: None)
+
+
+def test_machines_that_share_no_folder_make_the_same_files_each_for_itself(
+    folder: Path, make: Prepare, work: list[str], parts_of_five: None
+) -> None:
+    make()
+    here, names = ids(folder), {path.name for path in (folder / "run" / "tokens").iterdir()}
+    (folder / "run").rename(folder / "elsewhere")
+    make()
+    assert ids(folder) == here
+    assert {path.name for path in (folder / "run" / "tokens").iterdir()} == names
+    assert work == ["train_tokenizer", "join_parts"] * 2
+
+
+def test_a_stream_is_downloaded_once_a_file_at_a_time_and_goes_on_after_a_kill(
+    folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = datasets.Dataset.from_dict({"body": TEXTS, "number": range(40)}).to_iterable_dataset(num_shards=4)
+    downloaded: list[int] = []
+    copy = module.copy_share
+
+    def copied(source: Any, number: int, file: Path) -> None:
+        downloaded.append(number)
+        if len(downloaded) == 3:
+            raise KeyboardInterrupt
+        copy(source, number, file)
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    monkeypatch.setattr(module, "copy_share", copied)
+    source = {"path": "owner/name", "streaming": True, "column": "body"}
+    with pytest.raises(KeyboardInterrupt):
+        make(data=source)
+    corpus = make(data=source)
+    assert downloaded == [0, 1, 2, 2, 3]
+    make(data=source, vocab_size=270)  # from the same copies
+    assert len(downloaded) == 5
+    local = make()
+    assert corpus.rows.num_tokens == local.rows.num_tokens
+    assert (corpus.rows.tokens == local.rows.tokens).all()
+    make(data=source)
+    assert record(folder)[0]["path"] == "owner/name"
+
+
+def test_a_kill_while_a_tokenizer_is_made_leaves_nothing_that_counts(
+    folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, killed)
+        patch.setattr(module, "swap_folder", raises(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             make()
-    left = [path.name for path in (folder / "run" / "tokens").iterdir() if path.name.endswith(".writing")]
-    assert len(left) == 1
-    corpus = make()
-    assert corpus.rows.num_tokens > 100
+    assert len(list((folder / "run" / "tokens").glob(".*.writing"))) == 1
+    assert make().rows.num_tokens > 100
     assert not list((folder / "run" / "tokens").glob(".*.writing"))
+
+
+def raises(error: type[BaseException]) -> Callable[..., None]:
+    def raising(*_: Any) -> None:
+        raise error
+
+    return raising
 
 
 def test_weights_make_a_mixture_in_their_proportion_and_no_new_tokens(
@@ -215,7 +332,7 @@ def test_weights_make_a_mixture_in_their_proportion_and_no_new_tokens(
     letters = [int(row[1]) for step in range(10) for row in mixed.rows.batch(step, 4, 0)]
     b = mixed.tokenizer.convert_tokens_to_ids("b")
     assert abs(letters.count(b) - 30) <= 3  # an end of text may stand there once an epoch
-    assert work == ["train_tokenizer", "write_tokens"]
+    assert work == ["train_tokenizer", "join_parts"]
     assert [(part["name"], part["weight"]) for part in record(folder)] == [("data[0]", 1), ("data[1]", 3)]
     assert mixed.eval_rows.num_tokens == 41 + 21
 

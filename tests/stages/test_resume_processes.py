@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import socket
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes_world import in_two_processes
 from resume_world import STEPS, make_world, rows, run_and_watch, watch
 from safetensors.torch import load_file
 from stages_world import run_stage
@@ -56,18 +56,12 @@ def stop_in_step_4(stage: str, folder: Path, fields: dict[str, Any], rank: int) 
     return stopped.value.code, len(seen)
 
 
-def process(rank: int, port: int, root: Path, world: dict[str, dict[str, Any]]) -> None:
+def process(rank: int, root: Path, world: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """One of two: the first steps of some folders, the last steps of others."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    torch.set_num_threads(1)
     first = {stage: run_and_watch(stage, root / "fewer" / stage, world[stage], END_AFTER) for stage in STAGES}
     last = {stage: run_and_watch(stage, root / "more" / stage, world[stage]) for stage in STAGES}
     stopped = {stage: stop_in_step_4(stage, root / "stopped" / stage, world[stage], rank) for stage in STOPPED}
-    torch.save([first, last, stopped], root / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return [first, last, stopped]
 
 
 def together(both: list[dict[str, list[Any]]], stage: str) -> list[Any]:
@@ -87,11 +81,7 @@ def found(root: Path) -> Found:
     for stage in STAGES:
         found.alone[stage] = run_and_watch(stage, root / "alone" / stage, world[stage])
         found.one_then_two[stage] = run_and_watch(stage, root / "more" / stage, world[stage], END_AFTER)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, root, world), nprocs=2)
-    first, last, found.stopped = zip(*(torch.load(root / f"{rank}.pt") for rank in (0, 1)), strict=True)
+    first, last, found.stopped = zip(*in_two_processes(root, process, root, world), strict=True)
     for stage in STAGES:
         with redirect_stdout(said):
             rest = run_and_watch(stage, root / "fewer" / stage, world[stage])

@@ -1,13 +1,12 @@
 """Two processes train the reward model that one trains: the same step, the same figures, each row once."""
 
-import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes_world import in_two_processes
 from reward_world import marked, policy_folder, ranking, rankings_file, run_reward, settings
 from torch import Tensor
 
@@ -64,14 +63,8 @@ def act(root: Path, model: str, data: str, of: int) -> Found:
     return found
 
 
-def process(rank: int, port: int, root: str, model: str, data: str) -> None:
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    torch.set_num_threads(1)
-    torch.save(act(Path(root), model, data, 2), Path(root) / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+def process(rank: int, root: Path, model: str, data: str) -> Found:
+    return act(root, model, data, 2)
 
 
 Outcome = tuple[Found, list[Found]]
@@ -82,11 +75,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What one process found, and what each of two did."""
     root = tmp_path_factory.mktemp("distributed")
     model, data = policy_folder(root), rankings_file(root / "rows.jsonl", marked(40))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, str(root), model, data), nprocs=2)
-    return act(root, model, data, 1), [torch.load(root / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return act(root, model, data, 1), in_two_processes(root, process, root, model, data)
 
 
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))

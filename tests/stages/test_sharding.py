@@ -1,7 +1,6 @@
 """Models that are spread over two processes (FSDP2) learn what one process teaches them, and any number goes on."""
 
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ppo_world import flat, make_rollout, make_targets, model_folders, settings, tiny_scalar
+from processes_world import in_two_processes
 from resume_world import make_world, rows, run_and_watch
 from safetensors.torch import load_file
 from stages_world import run_stage, tiny_policy
@@ -18,9 +18,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages import sharding
-from rlhf.stages.artifact import Artifact
-from rlhf.stages.models import load_tokenizer
+from rlhf.stages.adapters import merged
+from rlhf.stages.artifact import Artifact, read_settings
+from rlhf.stages.head_loss import takes_logits_straight
+from rlhf.stages.models import load_policy, load_tokenizer, save_folder
 from rlhf.stages.optimizers import trained
+from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.layout import load_roles
 from rlhf.stages.ppo.rollout import read_part
 from rlhf.stages.ppo.update import Updater
@@ -35,19 +38,20 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "reward": ("reward", {"num_epochs": 1, "microbatch_size": 1}),
     "reward of adapters": ("reward", {"num_epochs": 1, "lora": {"r": 2, "alpha": 4}}),
     "ppo": ("ppo", {"num_iterations": STEPS}),
+    "ppo of adapters": ("ppo", {"num_iterations": STEPS, "layout": "adapters", "lora": {"r": 2, "alpha": 4}}),
 }
-EQUAL = [name for name in RUNS if name != "ppo"]  # whose samples come from a stream of each process
+EQUAL = [name for name in RUNS if not name.startswith("ppo")]  # whose samples come from a stream of each process
 FOLDERS = [(name, folder) for name in EQUAL for folder in ("fewer", "more") if folder == "fewer" or " " not in name]
 """Of runs that two processes begin and one ends, or the other way round."""
 VARIANTS: list[dict[str, Any]] = [
     {"microbatch_tokens": 10, "ema_decay": 0.5},  # of which the processes make unequally many passes
     {"layout": "shared_trunk", "value_coef": 0.5, "gradient_checkpointing": True, "ptx_coef": 0.3, "ptx_data": "",
      "ptx_batch_size": 4, "ptx_block_size": 8},
+    {"layout": "adapters", "lora": {"r": 2, "alpha": 4}},
 ]  # fmt: skip
 BLOCKS = torch.arange(1, 37).view(4, 9)  # of raw text
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pretrain", {"optimizer": "muon"}, "pretrain.optimizer: muon: not with models that are spread"),
-    ("ppo", {"layout": "adapters"}, "use MULTI_GPU, or another layout"),
     ("ppo", {"offload": True}, "ppo.offload: not with models"),
 ]
 ON = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -62,6 +66,8 @@ class Found:
     stats: list[dict[str, float]] = field(default_factory=list)
     read: list[tuple[Tensor, ...]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    loaded: tuple[dict[str, Any], int, Tensor] = ({}, 0, BLOCKS)
+    """What a model was before it was spread, how many weights a process has of it then, and all of them."""
 
 
 def update(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
@@ -96,29 +102,40 @@ def update(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
     return found
 
 
+def load_half(folder: Path) -> tuple[dict[str, Any], int, Tensor]:
+    """A model whose file is in bfloat16, to be trained in float32."""
+    model = load_policy(str(folder), load_tokenizer(str(folder)), spread=True)
+    before = {
+        "type": model.dtype,
+        "is in its file": f"{folder}/model.safetensors" in Path("/proc/self/maps").read_text(),
+    }
+    sharding.spread(model, sharding.Sharding(True), torch.device("cpu"), torch.bfloat16)
+    with sharding.gathered(model), torch.autocast("cpu", torch.bfloat16):
+        before["straight"] = takes_logits_straight(model)
+    weights = list(model.parameters())
+    parts = sum(sharding.local(weight).numel() for weight in weights)
+    return before, parts, torch.cat([sharding.full(weight.detach()).flatten() for weight in weights])
+
+
 def make_part(whole: Any, mine: list[int]) -> Any:
     """The rows of one process, of a rollout or its targets."""
     return type(whole)(**{name: x[mine] for name, x in vars(whole).items()})
 
 
-def process(rank: int, port: int, root: Path, world: dict[str, dict[str, Any]], given: dict[str, str]) -> None:
+def process(rank: int, root: Path, world: dict[str, dict[str, Any]], given: dict[str, str]) -> Found:
     """One of two: the first steps of some folders, the last steps of others."""
-    os.environ |= ON | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    torch.set_num_threads(1)
+    os.environ |= ON
     found = update(root, given, rank, 2)
+    found.loaded = load_half(root / "half")
     for stage, fields, _ in REFUSED:
         with pytest.raises(RefusedError) as error:
             run_stage(stage, root / "refused" / next(iter(fields)), **world[stage] | fields)
         found.refused.append(str(error.value))
-    torch.save(found, root / f"{rank}.pt")
     for name, (stage, _) in RUNS.items():
         run_and_watch(stage, root / "fewer" / name, world[name], END_AFTER)
         if " " not in name:
             run_and_watch(stage, root / "more" / name, world[name])
-    torch.distributed.destroy_process_group()
+    return found
 
 
 @dataclass
@@ -134,19 +151,16 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Outcome
     stages = make_world(root / "world", "llama", dropout=0.0)
     (root / "ppo").mkdir()
     given = model_folders(root / "ppo", tokenizer)
+    save_folder(root / "half", tiny_policy().bfloat16(), tokenizer)
     world = {name: stages[stage] | fields for name, (stage, fields) in RUNS.items()}
     for name, (stage, _) in RUNS.items():
         if name in EQUAL:
             run_and_watch(stage, root / "alone" / name, world[name])
         if " " not in name:
             run_and_watch(stage, root / "more" / name, world[name], END_AFTER)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, root, world, given), nprocs=2)
+    both = in_two_processes(root, process, root, world, given)
     for name, (stage, _) in RUNS.items():
         run_and_watch(stage, root / "fewer" / name, world[name])
-    both = [torch.load(root / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
     return Outcome(root, update(root, given, 0, 1), both)
 
 
@@ -164,13 +178,29 @@ def test_a_stage_ends_as_that_of_one_process_and_goes_on_with_another_number(
     assert Artifact(ours).manifest["metrics"].keys() == Artifact(theirs).manifest["metrics"].keys()
 
 
-@pytest.mark.parametrize("folder", ["fewer", "more"])
+@pytest.mark.parametrize("folder", ["fewer/ppo", "more/ppo", "fewer/ppo of adapters"])
 def test_ppo_ends_with_all_its_rows_and_models_that_load(outcome: Outcome, folder: str) -> None:
-    stage = outcome.root / folder / "ppo"
+    stage = outcome.root / folder
     assert [row["step"] for row in rows(stage)] == [3, 5]
-    for name in ("model", "ema"):
-        AutoModelForCausalLM.from_pretrained(stage / name)
-    assert AutoModelForSequenceClassification.from_pretrained(stage / "critic").num_labels == 1
+    model = AutoModelForCausalLM.from_pretrained(stage / "model")
+    if folder.endswith("adapters"):
+        base = load_policy(read_settings(stage, PPOSettings).model or "", load_tokenizer(str(stage / "model")))
+        torch.testing.assert_close(flat(merged(base, stage / "model" / "adapter")), flat(model))
+        assert (stage / "critic" / "adapter_model.safetensors").is_file()
+    else:
+        AutoModelForCausalLM.from_pretrained(stage / "ema")
+        assert AutoModelForSequenceClassification.from_pretrained(stage / "critic").num_labels == 1
+
+
+def test_a_model_comes_to_its_type_when_it_is_spread_and_lies_in_its_file_until_then(outcome: Outcome) -> None:
+    _, parts, values = outcome.both[0].loaded
+    for before, both_parts, found in (both.loaded for both in outcome.both):
+        assert before == {"type": torch.bfloat16, "is in its file": True, "straight": True}
+        assert both_parts == parts
+        torch.testing.assert_close(found, values)
+    whole = load_policy(str(outcome.root / "half"), load_tokenizer(str(outcome.root / "half")))  # in one process
+    torch.testing.assert_close(values, flat(whole), rtol=0, atol=0)
+    assert parts <= 0.6 * len(values)
 
 
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))

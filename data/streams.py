@@ -1,0 +1,36 @@
+"""Hub data sets that are streamed, copied to the disk in shares: one for each file that the data set consists of.
+
+A share is there whole or not at all, so that it does not matter who makes which one, nor when. Of a row only the
+columns are kept that its text is read from.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from rlhf.data.sources import AnySource, Source, from_hub, hub_set
+
+
+def shares(source: Source, folder: Path) -> list[Path]:
+    """Files for all shares, in the order of the data set."""
+    return [folder / f"{number:06}.jsonl.zst" for number in range(hub_set(source).num_shards)]
+
+
+def copy_share(source: Source, number: int, file: Path) -> None:
+    """Download a share, from 0, into `file`."""
+    import pyarrow
+
+    rows = hub_set(source)
+    columns = sorted({source.column, *source.map.values()} & set(rows.column_names or []))
+    if columns:  # without, reading says which ones there are instead
+        rows = rows.select_columns(columns)
+    writing = file.with_name(f".{file.name}.writing")
+    with pyarrow.output_stream(str(writing), compression="zstd") as stream, from_hub(source):
+        for row in rows.shard(num_shards=rows.num_shards, index=number):
+            stream.write(json.dumps(row, default=str).encode() + b"\n")
+    os.replace(writing, file)
+
+
+def copied(source: AnySource, folder: Path) -> AnySource:
+    """The source, to be read from its copies in `folder`."""
+    return source.model_copy(update={"path": str(folder), "streaming": False})

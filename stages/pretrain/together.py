@@ -1,0 +1,50 @@
+"""Folders that are filled once, by all processes that see them: those of a stage, and of others that want the same.
+
+What is to be done falls into pieces, each a file that is there when it is done. A process takes the pieces that nobody
+else is at; what a killed one leaves is done by another, now or when the stage goes on. Locks are held by the system, so
+that they are gone with the process that held them; they are waited for as long as it takes.
+"""
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Pieces = Callable[[Path], None]
+"""Does the pieces of a folder that are not done and that nobody is at (`claimed`)."""
+
+
+def fill(
+    folder: Path, is_whole: Callable[[Path], bool], finish: Callable[[Path], None], pieces: Pieces | None = None
+) -> None:
+    """Return when `folder` is whole. All that come here do `pieces` beside each other; then one, alone, does what is
+    left of them and `finish`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock")
+    with _locked(lock, fcntl.LOCK_SH):
+        if not is_whole(folder) and pieces is not None:
+            pieces(folder)
+    with _locked(lock, fcntl.LOCK_EX):  # waits for those that are still at a piece
+        if not is_whole(folder):
+            if pieces is not None:
+                pieces(folder)
+            finish(folder)
+
+
+@contextmanager
+def claimed(file: Path) -> Iterator[bool]:
+    """Whether `file` is for this process to make: it is not there, and nobody else is making it."""
+    with file.with_name(f"{file.name}.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield not file.exists()
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    with path.open("a+") as file:  # NFS wants it open to read for a shared lock, and to write for the other
+        fcntl.flock(file, how)
+        yield

@@ -1,0 +1,43 @@
+"""Two processes of one group."""
+
+import gc
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forking
+import torch
+
+
+def in_two_processes(folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(rank, *arguments)` returns in each of them; what they return lies in the folder."""
+    forking.context()
+    torch.multiprocessing.start_processes(
+        _run, (free_port(), folder, function, arguments), nprocs=2, start_method="forkserver"
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def become_rank(rank: int, port: int) -> None:
+    """Be one of two processes, as a launcher tells it."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+
+
+def _run(rank: int, port: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # as tests/conftest.py does
+    become_rank(rank, port)
+    torch.save(function(rank, *arguments), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
