@@ -12,7 +12,9 @@ from rlhf.data.errors import RefusedError
 from rlhf.pipeline import streams
 from rlhf.pipeline.data_cli import data_app
 from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
+from rlhf.pipeline.feedback_cli import feedback_app
 from rlhf.pipeline.run_cli import run_app
+from rlhf.pipeline.sample_cli import sample_app
 from rlhf.pipeline.tools_cli import tools_app
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import exit_on_signal, handled
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 app.add_typer(run_app)
 app.add_typer(tools_app)
+app.add_typer(sample_app)
+data_app.add_typer(feedback_app)
 app.add_typer(data_app, name="data")
 
 

@@ -11,6 +11,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.pipeline.tables import show_table
 
 if TYPE_CHECKING:
+    from rlhf.data.report import Report
     from rlhf.data.sources import Source
 
 data_app = typer.Typer(
@@ -27,6 +28,7 @@ FormatOption = Annotated[
     str | None,
     typer.Option("--format", metavar="NAME", help="The rows' format, where their columns leave a choice."),
 ]
+MaxDroppedOption = Annotated[float, typer.Option(min=0, max=1, help="Share of unusable rows to go on without.")]
 COUNTS = ("rows", "kept", "prompts", "pairs", "ties", "duplicates")
 BAR = 40  # characters of the longest bar of a histogram
 
@@ -65,7 +67,7 @@ def data_check(
     if against_kind is not None and against is None:
         raise SettingsError(f"--against-as {against_kind}: say with --against PATH which set is meant")
     other = None if against is None else Source(path=against)
-    found = check(_source(path, kind, mapping, format_), kind, tokenizer, max_length, other, against_kind)
+    found = check(source_of(path, kind, mapping, format_), kind, tokenizer, max_length, other, against_kind)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     else:
@@ -81,7 +83,7 @@ def data_convert(
     out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="The file to write.")],
     mapping: MapOption = None,
     format_: FormatOption = None,
-    max_dropped: Annotated[float, typer.Option(min=0, max=1, help="Share of unusable rows to go on without.")] = 0.0,
+    max_dropped: MaxDroppedOption = 0.0,
     force: Annotated[bool, typer.Option("--force", help="Write over OUT.jsonl.")] = False,
 ) -> None:
     """Write rows of any format in the toolkit's own.
@@ -90,18 +92,24 @@ def data_convert(
     """
     from rlhf.data.convert import convert
 
-    report = convert(_source(path, kind, mapping, format_), kind, out, max_dropped, force)
-    for losses, where in ((report.dropped, ""), (report.parts, " in rows that were kept")):
-        for reason, drop in losses.items():
-            print(f"dropped {drop.count}: {reason} {_rows(drop.count, drop.rows)}{where}", file=sys.stderr)
-    for warning in report.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    report = convert(source_of(path, kind, mapping, format_), kind, out, max_dropped, force)
+    show_losses(report)
     print(
         f"{out}: {report.kept} of {report.rows} rows of {path} as {kind}" + f" ({report.format})" * bool(report.format)
     )
 
 
-def _source(path: str, kind: str, mapping: list[str] | None, format_: str | None) -> "Source":
+def show_losses(report: "Report") -> None:
+    """On stderr what was dropped, and what else there is to know of a source."""
+    for losses, where in ((report.dropped, ""), (report.parts, " in rows that were kept")):
+        for reason, drop in losses.items():
+            print(f"dropped {drop.count}: {reason} {_rows(drop.count, drop.rows)}{where}", file=sys.stderr)
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def source_of(path: str, kind: str, mapping: list[str] | None, format_: str | None) -> "Source":
+    """The source that the words of a command describe."""
     from rlhf.data.sources import Source
 
     columns: dict[str, str] = {}

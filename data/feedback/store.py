@@ -1,0 +1,384 @@
+"""The feedback store: prompts, answers, raters and what these said, in one SQLite file without a server.
+
+Any number of processes may have it open at once (a web page, a sampler, a command line). What a method has returned
+from is on disk (`rlhf.data.feedback.schema` says what that means). Nothing is deleted: what is taken back is marked so.
+
+A prompt's answers belong to rounds. Those of one round are ranked together, and the newest round is the one to rate.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import RLock
+from types import TracebackType
+from typing import Any, Self
+
+from rlhf.data.errors import DataError, first_line
+from rlhf.data.feedback import assign, checks, reading, schema
+from rlhf.data.feedback.records import Answer, Judged, Progress, Rater, StoredAnswer, Task
+from rlhf.data.messages import Messages, prompt_key
+
+
+class Store:
+    """A feedback store. Open it with `Store.create(path)` or `Store.open(path)`; both are context managers.
+
+    Its methods may be called from several threads, one at a time goes on. Raises DataError for what it is given and
+    cannot use, and for a file that is none of its kind, damaged, or locked by another process for half a minute.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._db = connection
+        self._lock = RLock()
+
+    @classmethod
+    def create(cls, path: str | Path) -> Self:
+        """A new store. Raises SettingsError if the file is there already (what a killed `create` left is not)."""
+        return cls(Path(path), schema.create(Path(path)))
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """A store that is there, brought up to date if an older release wrote it; a newer one's is refused."""
+        return cls(Path(path), schema.open_(Path(path)))
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Several calls as one transaction, all or none: adding thousands of prompts one by one waits for the disk
+        thousands of times. Other writers wait meanwhile, so keep it to seconds."""
+        with self._write():
+            yield
+
+    # -- what is to be rated ----------------------------------------------------------------------------------
+
+    def add_prompt(
+        self,
+        messages: Messages | str,
+        *,
+        gold_ranks: Mapping[str, int] | None = None,
+        overlap: bool = False,
+        meta: Mapping[str, Any] | None = None,
+    ) -> int:
+        """The id of a prompt, which is added if it is new; the same messages (but for outer whitespace) are the same.
+
+        `gold_ranks` are the right ranks by the answers' texts, of a question that tells careful raters from others.
+        `overlap`: all raters shall rate it. `meta`: the caller's own, as JSON can hold it. What is given for a prompt
+        that is there already replaces what it had; what is not given stays.
+        """
+        prompt = checks.prompt(messages)
+        gold = None if gold_ranks is None else checks.gold(gold_ranks)
+        own = None if meta is None else checks.as_json(dict(meta))
+        with self._write():
+            digest = checks.digest(prompt_key(prompt))
+            self._db.execute(
+                "INSERT OR IGNORE INTO prompts (digest, messages) VALUES (?, ?)",
+                (digest, json.dumps(prompt, ensure_ascii=False)),
+            )
+            [prompt_id] = self._db.execute("SELECT id FROM prompts WHERE digest = ?", (digest,)).fetchone()
+            if gold is not None or own is not None or overlap:
+                self._db.execute(
+                    "UPDATE prompts SET gold = coalesce(?, gold), meta = coalesce(?, meta), overlap = max(?, overlap)"
+                    " WHERE id = ?",
+                    (gold, own, int(overlap), prompt_id),
+                )
+            return int(prompt_id)
+
+    def add_answers(self, prompt_id: int, answers: Sequence[Answer]) -> list[int]:
+        """Their ids, in order; all or none are added.
+
+        Refused are an answer that the prompt has in the same round already (outer whitespace left out), and answers to
+        a round that somebody has ranked, skipped or flagged: they go into a new round.
+        """
+        with self._write():
+            self._prompt(prompt_id)
+            for round_ in sorted({answer.round for answer in answers}):
+                if not checks.is_whole(round_):
+                    raise DataError(f"round is {round_!r}; rounds are whole numbers from 1")
+                acted = "SELECT 1 FROM acts WHERE prompt_id = ? AND round = ? AND undone_at IS NULL LIMIT 1"
+                if self._db.execute(acted, (prompt_id, round_)).fetchone():
+                    raise DataError(f"prompt {prompt_id} was rated in round {round_}; give new answers a new round")
+            return [self._add_answer(prompt_id, answer) for answer in answers]
+
+    def _add_answer(self, prompt_id: int, answer: Answer) -> int:
+        text = checks.text(answer.text, "an answer")
+        values = (prompt_id, answer.round, checks.digest(text.strip()), text, answer.model, answer.temperature)
+        try:
+            added = self._db.execute(
+                "INSERT INTO answers (prompt_id, round, digest, text, model, temperature) VALUES (?, ?, ?, ?, ?, ?)",
+                values,
+            )
+        except sqlite3.IntegrityError:
+            found = f"{text.strip()[:40]!r} is there already"
+            raise DataError(
+                f"prompt {prompt_id}, round {answer.round}: the answer {found}; give different ones"
+            ) from None
+        return int(added.lastrowid or 0)
+
+    def answers(self, prompt_id: int, round: int | None = None) -> list[StoredAnswer]:
+        """A prompt's answers with all that is known of them, of one round or of all, in the order of their ids."""
+        with self._read():
+            self._prompt(prompt_id)
+            return reading.answers(self._db, prompt_id, round)
+
+    # -- who rates ---------------------------------------------------------------------------------------------
+
+    def add_rater(self, name: str, kind: str = "person", token: str | None = None) -> int:
+        """The id of a rater, who is added if the name is new. A token replaces an earlier one; its hash alone is kept.
+
+        Give tokens that cannot be guessed, such as `secrets.token_urlsafe()`.
+        """
+        name = checks.rater(name, kind)
+        with self._write():
+            self._db.execute("INSERT OR IGNORE INTO raters (name, kind) VALUES (?, ?)", (name, kind))
+            rater_id, known = self._db.execute("SELECT id, kind FROM raters WHERE name = ?", (name,)).fetchone()
+            if known != kind:
+                raise DataError(f"rater {name!r} is there as {known}, not as {kind}; give another name")
+            if token is not None:
+                try:
+                    self._db.execute("UPDATE raters SET token_hash = ? WHERE id = ?", (checks.digest(token), rater_id))
+                except sqlite3.IntegrityError:
+                    raise DataError(f"rater {name!r}: another rater has this token; give each their own") from None
+            return int(rater_id)
+
+    def rater_of_token(self, token: str) -> Rater | None:
+        """Whose token it is."""
+        with self._read():
+            query = "SELECT id, name, kind FROM raters WHERE token_hash = ?"
+            found = self._db.execute(query, (checks.digest(token),)).fetchone()
+        return Rater(*found) if found else None
+
+    def raters(self) -> list[Rater]:
+        """All raters, in the order in which they came."""
+        with self._read():
+            return reading.raters(self._db)
+
+    # -- rating ------------------------------------------------------------------------------------------------
+
+    def next_prompt(self, rater_id: int, *, target: int = 1) -> Task | None:
+        """A prompt that this rater has not rated, skipped or flagged; None if there is none at the moment.
+
+        The same again until it is dealt with. First come the prompts that all must rate, then those with the fewest
+        ratings below `target`: people's for people, judges' for judges and endpoints. A prompt is kept from other
+        raters for a quarter of an hour (unless all must rate it); ranking it later is fine.
+        """
+        with self._read():
+            kind = self._rater(rater_id).kind
+            key = assign.in_hand(self._db, rater_id)
+        if key is None:
+            with self._write():
+                key = assign.choose(self._db, rater_id, kind, target)
+        if key is None:
+            return None
+        with self._read():
+            return assign.task(self._db, rater_id, key)
+
+    def tasks(self, rater_id: int) -> Iterator[Task]:
+        """All prompts that this rater has not dealt with, whoever else has: for judges. Nothing is kept from others."""
+        with self._snapshot() as db:
+            for key in assign.keys_left(db, rater_id):
+                yield assign.task(db, rater_id, key)
+
+    def rank(
+        self,
+        request_id: str,
+        prompt_id: int,
+        rater_id: int,
+        ranks: Mapping[int, int],
+        *,
+        all_bad: bool = False,
+        strength: int | None = None,
+        scores: Mapping[int, float] | None = None,
+        note: str = "",
+        seconds: float | None = None,
+        shown: Sequence[int] | None = None,
+    ) -> int:
+        """Keep a ranking of all answers of a round; the id of the act.
+
+        `request_id` is a UUID that the client makes: sent again, it changes nothing and the same id comes back.
+        `ranks` says for each answer's id its rank: 1 is best, equal ranks are ties, gaps are closed. `all_bad`: none
+        of them is any good. `strength`: how much better the best is than the worst, 1 to 7. `scores`: how good each
+        answer is in the rater's own measure (a judge's number). `shown`: ids in the order in which they were shown.
+        A later ranking by the same rater replaces this one.
+        """
+        said = checks.ranking(ranks, scores, all_bad, strength, note, shown)
+        return self._act(request_id, "ranking", prompt_id, rater_id, seconds, said, set(ranks))
+
+    def skip(self, request_id: str, prompt_id: int, rater_id: int, seconds: float | None = None) -> int:
+        """Take a prompt off this rater's list, without a word; the id of the act, as of `rank`."""
+        return self._act(request_id, "skip", prompt_id, rater_id, seconds, {})
+
+    def flag(self, request_id: str, prompt_id: int, rater_id: int, reason: str, seconds: float | None = None) -> int:
+        """Take a prompt off this rater's list and say what is wrong with it; the id of the act, as of `rank`."""
+        said = {"text": checks.text(checks.limited(reason, "reason"), "the reason of a flag")}
+        return self._act(request_id, "flag", prompt_id, rater_id, seconds, said)
+
+    def _act(
+        self,
+        request_id: str,
+        kind: str,
+        prompt_id: int,
+        rater_id: int,
+        seconds: float | None,
+        said: dict[str, Any],
+        ranked: set[int] | None = None,
+    ) -> int:
+        request, seconds = checks.request(request_id), checks.time_spent(seconds)
+        with self._write():
+            query = "SELECT id, kind, prompt_id, rater_id FROM acts WHERE request_id = ?"
+            if (found := self._db.execute(query, (request,)).fetchone()) is not None:
+                if found[1:] != (kind, prompt_id, rater_id):
+                    raise DataError(f"request_id {request}: another act has it; make a new one for each")
+                return int(found[0])
+            self._rater(rater_id)
+            round_ = self._prompt(prompt_id) if ranked is None else self._round_of(prompt_id, ranked)
+            values = {
+                "request_id": request,
+                "kind": kind,
+                "prompt_id": prompt_id,
+                "round": round_,
+                "rater_id": rater_id,
+                "seconds": seconds,
+                "created_at": _now(),
+            } | said
+            before = "prompt_id = ? AND round = ? AND rater_id = ? AND undone_at IS NULL"
+            self._db.execute(f"UPDATE acts SET undone_at = ? WHERE {before}", (_now(), prompt_id, round_, rater_id))
+            added = self._db.execute(
+                f"INSERT INTO acts ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
+                tuple(values.values()),
+            )
+            self._db.execute("DELETE FROM leases WHERE rater_id = ? AND prompt_id = ?", (rater_id, prompt_id))
+            return int(added.lastrowid or 0)
+
+    def _round_of(self, prompt_id: int, ranked: set[int]) -> int:
+        """The round of a prompt that has exactly these answers."""
+        self._prompt(prompt_id)
+        rounds: dict[int, set[int]] = {}
+        for answer in reading.answers(self._db, prompt_id):
+            rounds.setdefault(answer.round, set()).add(answer.id)
+        for round_, ids in rounds.items():
+            if ids == ranked and len(ids) > 1:
+                return round_
+        wanted = sorted(max(rounds.items())[1]) if rounds else "none"
+        raise DataError(
+            f"prompt {prompt_id}: a ranking covers its two or more answers {wanted}; found {sorted(ranked)}"
+        )
+
+    def has_act(self, request_id: str) -> bool:
+        """Whether a ranking, skip or flag with this id has been stored, be it taken back since or not."""
+        with self._read():
+            query = "SELECT 1 FROM acts WHERE request_id = ?"
+            return self._db.execute(query, (checks.request(request_id),)).fetchone() is not None
+
+    def undo(self, rater_id: int, act_id: int | None = None) -> Task | None:
+        """Take back this rater's last act that counts, and give its prompt again; None if there is none.
+
+        `act_id`, the id that `rank`, `skip` or `flag` gave, makes a request that is sent twice undo once: nothing is
+        taken back if the last act is another, and the prompt in hand comes back.
+        """
+        with self._write():
+            self._rater(rater_id)
+            query = "SELECT id, prompt_id, round FROM acts WHERE rater_id = ? AND undone_at IS NULL"
+            last = self._db.execute(f"{query} ORDER BY id DESC LIMIT 1", (rater_id,)).fetchone()
+            if act_id is not None and (last is None or last[0] != act_id):
+                key = assign.in_hand(self._db, rater_id)
+            elif last is None:
+                key = None
+            else:
+                self._db.execute("UPDATE acts SET undone_at = ? WHERE id = ?", (_now(), last[0]))
+                key = (last[1], last[2])
+                assign.lease(self._db, rater_id, key[0])
+            return None if key is None else assign.task(self._db, rater_id, key)
+
+    # -- what was said -----------------------------------------------------------------------------------------
+
+    def progress(self, rater_id: int | None = None, *, target: int = 1) -> Progress:
+        """How far the rating is, over all and for each rater or the one that is asked for."""
+        with self._read():
+            of = reading.raters(self._db) if rater_id is None else [self._rater(rater_id)]
+            return reading.progress(self._db, of, target)
+
+    def rankings(self) -> Iterator[Judged]:
+        """Every prompt and round that anybody ranked, skipped or flagged, with all that counts about it.
+
+        One state of the store, however long the reading takes; what an open `batch` has not ended is not in it.
+        """
+        with self._snapshot() as db:
+            yield from reading.judged(db)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _prompt(self, prompt_id: int) -> int:
+        """A prompt's newest round. Raises DataError if there is no such prompt."""
+        query = "SELECT round FROM prompts WHERE id = ?"
+        found = self._db.execute(query, (prompt_id,)).fetchone() if checks.is_whole(prompt_id) else None
+        if found is None:
+            raise DataError(f"{self.path}: no prompt {prompt_id!r:.40}")
+        return int(found[0])
+
+    def _rater(self, rater_id: int) -> Rater:
+        query = "SELECT id, name, kind FROM raters WHERE id = ?"
+        found = self._db.execute(query, (rater_id,)).fetchone() if checks.is_whole(rater_id) else None
+        if found is None:
+            raise DataError(f"{self.path}: no rater {rater_id!r:.40}")
+        return Rater(*found)
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        with self._lock, self._told():
+            yield
+
+    @contextmanager
+    def _write(self) -> Iterator[None]:
+        """A transaction, or within one a part of it that fails alone."""
+        with self._lock, self._told():
+            begin, commit, back = (
+                ("SAVEPOINT part", "RELEASE part", "ROLLBACK TO part")
+                if self._db.in_transaction
+                else ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK")
+            )
+            self._db.execute(begin)
+            try:
+                yield
+                self._db.execute(commit)
+            except BaseException:
+                if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
+                    self._db.execute(back)
+                raise
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[sqlite3.Connection]:
+        """A connection of its own that sees the store as it is now."""
+        with self._told():
+            db = schema.open_(self.path, write=False)
+            try:
+                db.execute("BEGIN")
+                yield db
+            finally:
+                db.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """SQLite's errors as ours."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise DataError(f"{self.path}: {first_line(error)}") from error
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
