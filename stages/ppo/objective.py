@@ -94,7 +94,8 @@ def update_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Te
 
 
 def truncated_importance_weights(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:
-    """What the policy's gradient at each token [B,R] is multiplied by when another program sampled it; no gradient.
+    """What the policy's gradient at each token [B,R] is multiplied by when another program, or older weights, sampled
+    it; no gradient.
 
     `sampled_logprobs` are those of the law that was sampled, `logprobs` those that the trainer gives the same weights.
     The two differ by rounding; min(e^(logprobs − sampled), `cap`) makes good for it on average, up to the cap, which
