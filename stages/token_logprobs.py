@@ -76,19 +76,21 @@ class _TokenLogprobs(torch.autograd.Function):
         slopes_of = _compiled(_slopes) if ctx.compile else _slopes
         head = weight.to(hidden.dtype)
         grad_hidden: list[Tensor] = []
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
         for start in range(0, len(tokens), ctx.size):
             rows = slice(start, start + ctx.size)
             states = hidden[rows]
             logits = products(states, head if hidden.is_cuda else weight) if ctx.kept is None else ctx.kept
             of_entropy = of_entropies[rows] if ctx.with_entropy else None
             slopes = slopes_of(logits, bias, tokens[rows], ctx.law, of_logprobs[rows], of_entropy, hidden.dtype)
-            if grad_bias is not None:
-                grad_bias += slopes.sum(0, dtype=torch.float32)
             grad_hidden.append(slopes @ head)
-            if grad_weight is not None:
-                grad_weight += products(slopes.T, states.T)
+            if ctx.needs_input_grad[1]:
+                more = products(slopes.T, states.T)
+                grad_weight = more if grad_weight is None else grad_weight.add_(more)
+            if ctx.needs_input_grad[2]:
+                more = slopes.sum(0, dtype=torch.float32)
+                grad_bias = more if grad_bias is None else grad_bias.add_(more)
         return (
             torch.cat(grad_hidden),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -126,19 +128,20 @@ def _slopes(
 ) -> Tensor:
     """Gradients [n,V] of the products (and bias), from those of log-probabilities [n] and entropies [n]."""
     scale, cap, temperature = law
-    logits, gradient = _shaped(products, bias, law), of_logprobs[:, None]
-    places = torch.arange(logits.shape[1], device=logits.device)
+    logits, gradient, chosen = _shaped(products, bias, law), of_logprobs[:, None], tokens[:, None]
+    bend = torch.tensor(scale / temperature, device=logits.device)  # by how much a logit follows its product
+    if cap is not None:
+        bend = bend * (1 - (logits * (temperature / cap)).square())
     if of_entropies is None:
-        slopes = torch.where(tokens[:, None] == places, gradient, 0.0) - gradient * logits.softmax(-1)
+        others = logits.softmax(-1).mul_(gradient)
     else:  # of −Σ p log p to a logit: −p (log p − Σ p log p)
         logprobs = logits.log_softmax(-1)
         probs = logprobs.exp()
         mean = (probs * logprobs).sum(-1, keepdim=True)
-        of_all = probs * (gradient + of_entropies[:, None] * (logprobs - mean))
-        slopes = torch.where(tokens[:, None] == places, gradient, 0.0) - of_all
-    if cap is not None:
-        slopes = slopes * (1 - (logits * (temperature / cap)).square())
-    return (slopes * (scale / temperature)).to(dtype)
+        others = probs.mul_(gradient + of_entropies[:, None] * (logprobs - mean))
+    # The chosen token's own slope is written last, in the full precision of a difference.
+    own = (gradient - others.gather(-1, chosen)) * (bend if cap is None else bend.gather(-1, chosen))
+    return others.mul_(-bend).to(dtype).scatter_(-1, chosen, own.to(dtype))
 
 
 @cache  # the compiler takes a second to import
