@@ -284,7 +284,7 @@ def assert_nothing_kept(engine: StaticEngine, model: nn.Module) -> None:
         assert not product.parts
     own = {id(parameter) for parameter in model.parameters()}
     assert all(id(parameter) in own for parameter in engine.twin.model.parameters())
-    assert not slots._current
+    assert not slots._current.slots
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
