@@ -18,7 +18,7 @@ demo: $(INSTALLED)  ## raw text to a PPO-tuned model in a few minutes, then a re
 	$(BIN)/rlhf run demo
 
 test: lint typecheck  ## everything that must pass: lint, typecheck and the tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)  ## formatting, lint, and who may import whom
 	$(BIN)/ruff format --check .

@@ -19,9 +19,10 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
-from faults_world import RECIPE, serving, write_world
+from faults_world import RECIPE, Server, write_world
 from fuzzing import Case, run_case
 from spoilt_data import data_files
 from spoilt_recipes import recipes
@@ -41,20 +42,20 @@ def main() -> None:
         (home / "good.yaml").write_text(RECIPE)
         os.chdir(home)
         os.environ |= {"HOME": name, "HF_HUB_OFFLINE": "1"}
-        with serving(home) as server:
-            print(f"{'':14}{'cases':>7}{'exit 0':>8}{'exit 2':>8}{'failed':>8}")
-            for what, cases in (
-                ("recipes", recipes(options.seed, options.number, run_share=0.1)),
-                ("data files", data_files(options.seed, options.number, run_share=0.1)),
-            ):
-                codes: Counter[str] = Counter()
-                for number, case in enumerate(cases):
-                    result = run_case(case, home, server)
-                    codes["failed" if result.problems else str(result.code)] += 1
-                    if result.problems:
-                        show(what, number, case, result.problems, result.message)
-                failed += codes["failed"]
-                print(f"{what:14}{codes.total():7}{codes['0']:8}{codes['2']:8}{codes['failed']:8}")
+        server = Server(home)
+        print(f"{'':14}{'cases':>7}{'exit 0':>8}{'exit 2':>8}{'failed':>8}")
+        for what, cases in (
+            ("recipes", recipes(options.seed, options.number, run_share=0.1)),
+            ("data files", data_files(options.seed, options.number, run_share=0.1)),
+        ):
+            codes: Counter[str] = Counter()
+            for number, case in enumerate(cases):
+                result = run_case(case, home, server)
+                codes["failed" if result.problems else str(result.code)] += 1
+                if result.problems:
+                    show(what, number, case, result.problems, result.message)
+            failed += codes["failed"]
+            print(f"{what:14}{codes.total():7}{codes['0']:8}{codes['2']:8}{codes['failed']:8}")
         os.chdir("/")
     print(f"{time.monotonic() - began:.0f} s")
     sys.exit(1 if failed else 0)

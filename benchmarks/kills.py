@@ -23,10 +23,11 @@ from collections import Counter, defaultdict
 from datetime import date
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
 from campaign import Kill, campaign, differences, undisturbed
-from faults_world import processes_of, serving, write_world
+from faults_world import Server, processes_of, write_world
 from points import OUTSIDE, STAGES
 
 RLHF = str(Path(sys.executable).parent / "rlhf")
@@ -58,23 +59,23 @@ def kills(home: Path, number: int, rng: random.Random) -> list[Row]:
     """At least so many kills; runs of eight a stage, then the next run."""
     found: list[Row] = []
     wanted = Counter(dict.fromkeys((*STAGES, OUTSIDE), -(-number // 5)))
-    with serving(home, report=True) as server:
-        calls = undisturbed(server)
-        for run in range(number):
-            here = Counter({stage: min(left, 8) for stage, left in wanted.items() if left > 0})
-            if len(found) >= number or not here:
-                break
-            left = wanted - here
-            outcome = campaign(server, calls, rng, here, f"run-{run}", print)
-            wanted = left + here  # less what was killed
-            for difference in outcome.differences:
-                print(f"run-{run}: {difference}")
-            if outcome.differences and not outcome.kills:
-                sys.exit("a run that nobody killed differs")
-            for kill in outcome.kills:
-                if kill.lost:
-                    print(f"run-{run}: {kill.how}: {kill.lost}")
-            found += [(kill, bool(outcome.differences)) for kill in outcome.kills]
+    server = Server(home, report=True)
+    calls = undisturbed(server)
+    for run in range(number):
+        here = Counter({stage: min(left, 8) for stage, left in wanted.items() if left > 0})
+        if len(found) >= number or not here:
+            break
+        left = wanted - here
+        outcome = campaign(server, calls, rng, here, f"run-{run}", print)
+        wanted = left + here  # less what was killed
+        for difference in outcome.differences:
+            print(f"run-{run}: {difference}")
+        if outcome.differences and not outcome.kills:
+            sys.exit("a run that nobody killed differs")
+        for kill in outcome.kills:
+            if kill.lost:
+                print(f"run-{run}: {kill.how}: {kill.lost}")
+        found += [(kill, bool(outcome.differences)) for kill in outcome.kills]
     return found
 
 

@@ -27,16 +27,26 @@ from rlhf.stages.settings import StageSettings
 AnyStage = TypeVar("AnyStage", bound=StageSettings)
 
 STAGES = ("pretrain", "sft", "reward", "ppo")
+"""What trains a model."""
+STEPS = ("pretrain", "sft", "feedback", "reward", "ppo")
+"""What a run goes through, in order: the stages, and between them what leaves a folder of the same kind."""
+STORE = "feedback.sqlite"
+"""In the folder of a feedback step: the store, which is not sealed, since people may rate on."""
+OF_PEOPLE = (STORE, f"{STORE}-wal", f"{STORE}-shm")
+"""What is never deleted."""
 TRACKER_FOLDER = "logs"
 """What trackers write of a stage lies there: not part of the result, so it may be deleted."""
 RESULTS = (
     "settings.yaml", "metrics.jsonl", "samples.jsonl", "corpus.json", "answers.jsonl", "card.json",
-    "worst_pairs.jsonl", "model", "critic", "ema",
+    "worst_pairs.jsonl", "rankings.jsonl", "model", "adapter", "critic", "ema",
 )  # fmt: skip
 """What the result of a stage consists of: files, and folders with all that is in them. The manifest names these alone:
 what else lies in a stage's folder is somebody's, and neither sealed nor touched."""
-_OURS_WHOLE = ("checkpoints", "model", "critic", "ema")
-BESIDE = ("manifest.json", "status.json", "error.log", "sampled.jsonl", "checkpoints", "profile", TRACKER_FOLDER)
+_OURS_WHOLE = ("checkpoints", "model", "adapter", "critic", "ema")
+BESIDE = (
+    "manifest.json", "status.json", "error.log", "sampled.jsonl", f"{STORE}.replies.jsonl", "checkpoints", "profile",
+    TRACKER_FOLDER,
+)  # fmt: skip
 """What else a stage writes into its folder."""
 _OF_A_TOKENIZER = (
     "tokenizer", "vocab", "merges", "spiece", "special_tokens_map", "added_tokens", "chat_template",

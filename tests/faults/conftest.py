@@ -1,24 +1,17 @@
-"""One server for the tests of a process: it takes longer to start than the pipeline to run."""
+"""One working directory for the tests of a file, and processes of `rlhf` in it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults_world import Server, serving, write_world
-
-
-@pytest.fixture(scope="session")
-def only_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("home")) as server:
-        yield server
+from faults_world import Server, write_world
 
 
 @pytest.fixture(scope="module")
-def server(only_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
     """Processes of `rlhf` in a working directory that holds the tiny pipeline's recipe and data."""
-    only_server.home = tmp_path_factory.mktemp("world")
-    write_world(only_server.home)
-    return only_server
+    home = tmp_path_factory.mktemp("world")
+    write_world(home)
+    return Server(home)
 
 
 @pytest.fixture

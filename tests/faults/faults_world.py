@@ -1,30 +1,26 @@
 """A whole tiny pipeline that can be killed a hundred times: its data, and processes that start in a moment.
 
-    server = Server()                    imports everything once, which takes ten times as long as the pipeline
-    server.rlhf("run", "recipe.yaml")    a process of its own, forked from there: rlhf.pipeline.cli.main
+    Server(folder).rlhf("run", "recipe.yaml")    a process of its own, forked: rlhf.pipeline.cli.main
 
-`python faults_world.py` is the server. A forked process can be killed by its parent after some time, or kill itself
-at a `Point`: before, in the middle of or after the n-th call of a function that changes files. SIGKILL, both.
+It can be killed by its parent after some time, or kill itself at a `Point`: before, in the middle of or after the n-th
+call of a function that changes files. SIGKILL, both.
 """
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from forking import become, fork
 from points import OUTSIDE, Point, instrument
 
+import rlhf.pipeline.report
 from rlhf.recipes import demo_world
 
 RECIPE = """
@@ -124,52 +120,27 @@ class Server:
         """Their working directory."""
         self.report = report
         """Whether they draw the report, which takes longer than the four stages."""
-        self._notes = tempfile.TemporaryDirectory()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
 
     def rlhf(self, *words: str, point: Point | None = None, kill_after: float | None = None) -> Ended:
         """One process to its end."""
-        order = {
-            "words": words,
-            "home": str(self.home),
-            "notes": self._notes.name,
-            "point": point and asdict(point),
-            "kill_after": kill_after,
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order | {"report": self.report}) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        calls: Counter[tuple[str, str]] = Counter()
-        stage = OUTSIDE
-        for line in answer["trace"].splitlines():
-            kind, _, what = line.partition(" ")
-            if kind == "stage":
-                stage = what
-            else:
-                calls[stage, what] += 1
-        return Ended(answer["code"], answer["said"], stage, answer["seconds"], dict(calls))
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._notes.cleanup()
-
-
-@contextlib.contextmanager
-def serving(home: Path, report: bool = False) -> Iterator[Server]:
-    server = Server(home, report)
-    try:
-        yield server
-    finally:
-        server.close()
+        with tempfile.TemporaryDirectory() as folder:
+            said, trace = (Path(folder) / name for name in ("said", "trace"))
+            began = time.monotonic()
+            process = fork(_rlhf, words, self.home, said, trace, point, self.report)
+            process.join(kill_after)
+            process.kill()
+            process.join()
+            seconds = time.monotonic() - began
+            calls: Counter[tuple[str, str]] = Counter()
+            stage = OUTSIDE
+            for line in trace.read_text().splitlines():
+                kind, _, what = line.partition(" ")
+                if kind == "stage":
+                    stage = what
+                else:
+                    calls[stage, what] += 1
+            assert process.exitcode is not None
+            return Ended(process.exitcode, said.read_text(errors="replace"), stage, seconds, dict(calls))
 
 
 def processes_of(run: Path, ranks_alone: bool = False) -> list[int]:
@@ -188,65 +159,12 @@ def processes_of(run: Path, ranks_alone: bool = False) -> list[int]:
     return sorted(found)
 
 
-# -- the server ---------------------------------------------------------------------------------------------------
-
-
-def serve() -> None:
-    """Fork a process per line of stdin, wait for it, answer with a line."""
-    import rlhf.pipeline.cli
-    import rlhf.pipeline.report
-    import rlhf.pipeline.runner
-    import rlhf.stages.ppo.train
-    import rlhf.stages.pretrain.train
-    import rlhf.stages.reward.train
-    import rlhf.stages.sft.train  # noqa: F401
-
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        order = json.loads(line)
-        said, trace = (Path(order["notes"]) / name for name in ("said", "trace"))
-        began = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            _child(order, said, trace)
-        if order["kill_after"] is not None:
-            timer = threading.Timer(order["kill_after"], os.kill, (child, signal.SIGKILL))
-            timer.start()
-        # Not reaped before the timer is gone: its number could belong to another process by then.
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        if order["kill_after"] is not None:
-            timer.cancel()
-            timer.join()
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        answer = {"code": code, "seconds": time.monotonic() - began}
-        answer |= {"said": said.read_text(errors="replace"), "trace": trace.read_text()}
-        print(json.dumps(answer), file=answers, flush=True)
-    os._exit(0)  # at once: it has nothing left to put away
-
-
-def _child(order: dict[str, Any], said: Path, trace: Path) -> NoReturn:
-    os.chdir(order["home"])
+def _rlhf(words: tuple[str, ...], home: Path, said: Path, trace: Path, point: Point | None, report: bool) -> NoReturn:
+    os.chdir(home)
     output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(output, number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    instrument(os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), order["point"] and Point(**order["point"]))
-    if not order["report"]:
-        import rlhf.pipeline.report
-
+    instrument(os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), point)
+    if not report:
         rlhf.pipeline.report.render = lambda run_dir: run_dir / "report.html"
-    from rlhf.pipeline.cli import main
-
-    code = 1
-    try:
-        main(order["words"])
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()
+    become(words)

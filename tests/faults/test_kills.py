@@ -11,7 +11,7 @@ from campaign import Outcome, campaign, differences, undisturbed
 from faults_world import Server
 from points import OUTSIDE, STAGES, Point
 
-NUM_KILLS = 20
+NUM_KILLS = 15
 
 
 @pytest.fixture(scope="module")

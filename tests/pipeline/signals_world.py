@@ -1,21 +1,16 @@
-"""`rlhf` in processes of their own that start in a moment and take as long as one likes in a phase of the run.
-
-`python signals_world.py` imports everything once, which takes longer than the runs, and forks a process for each line
-it reads.
-"""
+"""`rlhf` in processes of their own that take as long as one likes in a phase of the run."""
 
 import ctypes
 import importlib
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+
+from forking import become, end_group, fork
+
+from rlhf.pipeline import launch, report
 
 RECIPE = """
 pretrain:
@@ -50,11 +45,13 @@ PHASES = {
 """What each phase calls."""
 
 
-def documents() -> list[dict[str, str]]:
-    """The text, for `data: slow:documents`."""
-    from rlhf.recipes import demo_world
+DOCUMENTS = """
+from rlhf.recipes import demo_world
 
+def documents():
     return [{"text": text} for text in demo_world.documents(num=60)]
+"""
+"""The module of the text, for `data: slow:documents`."""
 
 
 class Run:
@@ -76,14 +73,6 @@ class Server:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        words = [sys.executable, __file__]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=home, env=environment
-        )
-        assert self.process.stdin
-        assert self.process.stdout
-        self._to, self._from = self.process.stdin, self.process.stdout
 
     def start(self, *words: str, phase: str = "", seconds: float = 60, number: int = 1, stuck: bool = False) -> Run:
         """`rlhf WORDS`; the `number`-th time that it is in `phase`, it takes some `seconds` there before it goes on.
@@ -91,10 +80,10 @@ class Server:
         It is `stuck` where no handler is called: in a library that does not come back.
         """
         (self.home / "begun").unlink(missing_ok=True)
-        order = {"words": words, "phase": phase, "seconds": seconds, "number": number, "stuck": stuck}
-        self._to.write(json.dumps(order) + "\n")
-        self._to.flush()
-        run = Run(json.loads(self._from.readline()), self.home)
+        order = {"phase": phase, "seconds": seconds, "number": number, "stuck": stuck}
+        self._process = fork(_become, self.home, words, order)
+        assert self._process.pid is not None
+        run = Run(self._process.pid, self.home)
         if phase:
             until = monotonic() + 60
             while not (self.home / "begun").exists():
@@ -105,12 +94,10 @@ class Server:
     def wait(self) -> tuple[int, float]:
         """Exit code of the run (that of a signal is negative), and for how long it was waited for."""
         began = monotonic()
-        return json.loads(self._from.readline()), monotonic() - began
-
-    def close(self) -> None:
-        self._to.close()
-        self.process.wait()
-        self._from.close()
+        self._process.join()
+        end_group(self._process)
+        assert self._process.exitcode is not None
+        return self._process.exitcode, monotonic() - began
 
 
 def _slow(order: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,9 +120,8 @@ def _slow(order: dict[str, Any], function: Callable[..., Any]) -> Callable[..., 
     return slow
 
 
-def _become(order: dict[str, Any]) -> None:
-    from rlhf.pipeline import cli, launch, report
-
+def _become(home: Path, words: tuple[str, ...], order: dict[str, Any]) -> None:
+    os.chdir(home)
     os.setsid()
     said = os.open("said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     for descriptor in (1, 2):
@@ -147,32 +133,4 @@ def _become(order: dict[str, Any]) -> None:
         module, name = PHASES[order["phase"]]
         owner = importlib.import_module(module)
         setattr(owner, name, _slow(order, getattr(owner, name)))
-    code: Any = 1
-    try:
-        cli.main(order["words"])
-        code = 0
-    except SystemExit as ended:
-        code = ended.code or 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _serve() -> None:
-    for module, _ in PHASES.values():
-        importlib.import_module(module)
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            _become(json.loads(line))
-        print(child, file=answers, flush=True)
-        _, status = os.waitpid(child, 0)
-        with suppress(ProcessLookupError):  # nothing that it started outlives it
-            os.killpg(child, signal.SIGKILL)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+    become(words)

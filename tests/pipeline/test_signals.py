@@ -10,14 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
-import signals_world
-from signals_world import RECIPE, Run, Server
+from signals_world import DOCUMENTS, RECIPE, Run, Server
 
 from rlhf.pipeline.processes import MARK
 from rlhf.stages.artifact import Artifact
@@ -26,13 +24,11 @@ TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
     home = tmp_path_factory.mktemp("signals")
     (home / "recipe.yaml").write_text(RECIPE)
-    shutil.copy(signals_world.__file__, home / "slow.py")
-    server = Server(home)
-    yield server
-    server.close()
+    (home / "slow.py").write_text(DOCUMENTS)
+    return Server(home)
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +219,7 @@ def test_two_processes_stop_together_and_do_not_outlive_one_that_is_killed(
     assert run.returncode == 1, out
     assert f"resuming from step {step} of 4000" in out
     assert "error: pretrain: one of its processes ended and left no message; out of memory, or killed?" in out
+    assert "It was rank 1 (pid " in out
     assert not ranks(tmp_path)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["pretrain"]["status"] == "failed"
 

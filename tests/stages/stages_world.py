@@ -2,6 +2,7 @@
 
 import importlib
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
+from rlhf.recipes import demo_world
 from rlhf.stages.artifact import write_settings
 from rlhf.stages.engines.choice import make_engine
 
@@ -58,6 +60,11 @@ def sample(
 WORLD = "rlhf.recipes.demo_world"
 
 
+def prompts() -> list[dict[str, str]]:
+    """A fifth of the demo's: to tokenise all takes longer than the iterations of `TINY`."""
+    return list(islice(demo_world.prompts(), 100))
+
+
 TINY: dict[str, dict[str, Any]] = {
     "pretrain": {
         "data": {"path": f"{WORLD}:documents", "options": {"num": 120}}, "vocab_size": 300, "hidden_size": 16,
@@ -74,9 +81,9 @@ TINY: dict[str, dict[str, Any]] = {
         "global_batch_size": 6, "learning_rate": 1e-3, "log_every": 1, "eval_every": 3, "max_dropped": 0.1,
     },
     "ppo": {
-        "data": f"{WORLD}:prompts", "judge": f"{WORLD}:judge", "num_iterations": 5, "rollout_batch_size": 8,
+        "data": "stages_world:prompts", "judge": f"{WORLD}:judge", "num_iterations": 5, "rollout_batch_size": 8,
         "num_epochs": 2, "num_minibatches": 2, "max_prompt_length": 64, "max_new_tokens": 16, "save_every": 2,
-        "learning_rate": 1e-3, "critic_learning_rate": 1e-3, "log_every": 1, "eval_every": 3, "eval_share": 0.02,
+        "learning_rate": 1e-3, "critic_learning_rate": 1e-3, "log_every": 1, "eval_every": 3, "eval_share": 0.1,
         "missing_eos_penalty": 1.0,
     },
 }  # fmt: skip

@@ -157,12 +157,6 @@ def test_a_server_that_fails_ends_it_and_the_next_run_goes_on(
     assert asks(store, server) == Told(num_judged=6)
 
 
-def test_it_ends_where_it_is_asked_to(store: Store, server: ChatServer) -> None:
-    judge = model_judge(store.path, server.url, "big", None)
-    assert judge_store(store, judge, silent, stop=lambda: True) == Told(num_left=2)
-    assert server.asked == []
-
-
 def test_the_key_is_read_from_the_environment_or_missed(
     store: Store, server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,230 @@
+"""`rlhf export`: what is written loads elsewhere, says what it was made from, and writes over nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_world import tiny_decoder
+from peft import PeftModel
+from ppo_world import lora_reward
+from stages_world import byte_tokenizer, inputs, run_stage, tiny_policy
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from yaml import safe_load
+
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.stages import adapters, export
+from rlhf.stages.artifact import Artifact
+from rlhf.stages.export import export_adapter, push
+from rlhf.stages.models import load_policy, load_scalar, save_folder
+from rlhf.stages.settings import LoraSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+IDS = torch.tensor([[5, 6, 7, 8]])
+LORA = {"r": 2, "alpha": 4}
+
+
+@pytest.fixture(scope="module")
+def made(chain: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The chain's stages, and SFT with LoRA."""
+    folder = tmp_path_factory.mktemp("lora") / "sft"
+    run_stage("sft", folder, lora=LORA, learning_rate=0.1, **inputs("sft", chain))
+    return chain | {"lora": folder}
+
+
+def card_of(folder: Path) -> tuple[dict[str, Any], str]:
+    """Metadata and text of a model card."""
+    _, about, text = (folder / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    return safe_load(about), text
+
+
+def tensors(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+def test_a_policy_is_the_same_elsewhere_and_says_what_it_was_made_from(made: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    export.main([str(made["ppo"] / "model"), str(out)])
+    ours = load_policy(str(made["ppo"] / "model"), byte_tokenizer())
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(theirs(IDS).logits, ours(IDS).logits)
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    about, text = card_of(out)
+    manifest = Artifact(made["ppo"]).manifest
+    assert about["library_name"] == "transformers"
+    assert about["pipeline_tag"] == "text-generation"
+    assert about["rlhf_toolkit"]["key"] == manifest["key"]
+    assert about["rlhf_toolkit"]["metrics"]["kl"] == manifest["metrics"]["kl"]
+    assert "license" not in about
+    for stage in ("pretrain", "sft", "ppo"):
+        assert f"| {stage} | `{Artifact(made[stage]).manifest['key'][:8]}` |" in text
+    assert "rlhf.recipes.demo_world:documents" in text
+    assert str(tmp_path.parent) not in text + json.dumps(about)  # no path of this machine
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_weights_are_rounded_and_a_reward_models_head_is_not(made: dict[str, Path], tmp_path: Path, dtype: str) -> None:
+    reference = str(made["reward"] / "model")
+    export.export(reference, tmp_path / "out", dtype)
+    ours = load_scalar(reference, byte_tokenizer())
+    again = load_scalar(str(tmp_path / "out"), byte_tokenizer())
+    assert again.rule == ours.rule
+    assert torch.equal(again.classifier.score.weight, ours.classifier.score.weight)
+    for name, weight in tensors(ours.classifier).items():
+        if not name.startswith("score."):
+            assert torch.equal(tensors(again.classifier)[name], weight.to(export.DTYPES[dtype]).float())
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert theirs.dtype == export.DTYPES[dtype]
+    about, text = card_of(tmp_path / "out")
+    assert about["pipeline_tag"] == "text-classification"
+    assert f"over {ours.std:.6g}" in text
+
+
+def test_numbers_that_a_type_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    model = tiny_policy()
+    model.model.norm.weight.data[0] = 1e6  # fp16 ends at 65504
+    save_folder(tmp_path / "model", model, byte_tokenizer())
+    with pytest.raises(RefusedError, match=r"model\.norm\.weight holds numbers that fp16 has no place for"):
+        export.export(str(tmp_path / "model"), tmp_path / "out", "fp16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_adapter_alone_makes_of_its_base_what_was_merged(made: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "adapter"
+    export.main([str(made["lora"] / "model"), str(out), "--adapter-only"])
+    base = load_policy(str(made["pretrain"] / "model"), byte_tokenizer())
+    before = base(IDS).logits
+    merged = load_policy(str(made["lora"] / "model"), byte_tokenizer())(IDS).logits
+    assert (merged - before).abs().max() > 0.01
+    assert torch.allclose(PeftModel.from_pretrained(base, out)(IDS).logits, merged, atol=1e-4)
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] is None
+    about, text = card_of(out)
+    assert about["library_name"] == "peft"
+    assert "lora" in about["tags"]
+    assert "It belongs to pretrain:" in text
+
+
+def test_an_adapter_on_a_base_is_merged(tmp_path: Path) -> None:
+    save_folder(tmp_path / "base", tiny_policy(), byte_tokenizer())
+    model = load_policy(str(tmp_path / "base"), byte_tokenizer())
+    adapters.add_lora(model, LoraSettings(r=2))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    adapters.save_adapter(tmp_path / "adapter", model)
+    export.export(str(tmp_path / "adapter"), tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(merged(IDS).logits, model(IDS).logits, atol=1e-4)
+    assert not any("lora" in name for name in tensors(merged))
+
+
+def test_a_reward_models_adapter_comes_with_its_head(made: dict[str, Path], tmp_path: Path) -> None:
+    reward = Path(lora_reward(tmp_path / "reward", str(made["sft"] / "model")))
+    export_adapter(str(reward), tmp_path / "out")
+    assert (tmp_path / "out" / "value_head.safetensors").is_file()
+    assert "value_head.safetensors" in card_of(tmp_path / "out")[1]
+
+
+def test_a_model_without_adapter_has_none_to_write(made: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="has no adapter"):
+        export_adapter(str(made["sft"] / "model"), tmp_path / "out")
+    with pytest.raises(SettingsError, match="leave out --adapter-only or --dtype"):
+        export.main([str(made["lora"] / "model"), str(tmp_path / "out"), "--adapter-only", "--dtype", "bf16"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_our_own_decoder_brings_its_code_and_says_so(tmp_path: Path) -> None:
+    save_folder(tmp_path / "model", tiny_decoder(vocab_size=260), byte_tokenizer())
+    notes = export.export(str(tmp_path / "model"), tmp_path / "out")
+    assert (tmp_path / "out" / "decoder.py").is_file()
+    assert "auto_map" in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert any("trust_remote_code=True" in note for note in notes)
+    assert "trust_remote_code=True" in card_of(tmp_path / "out")[1]
+
+
+def test_a_base_of_the_hub_is_named_and_data_sets_of_it_too(made: dict[str, Path], tmp_path: Path) -> None:
+    stage = tmp_path / "sft"
+    (stage / "model").mkdir(parents=True)
+    for name in ("manifest.json", "settings.yaml"):
+        text = (made["sft"] / name).read_text()
+        text = text.replace(str(made["pretrain"] / "model"), "owner/base")
+        (stage / name).write_text(text.replace("rlhf.recipes.demo_world:demonstrations", "owner/rows"))
+    about = safe_load(export.card("mine", str(stage / "model"), False, False, []).split("---\n")[1])
+    assert (about["base_model"], about["datasets"]) == ("owner/base", ["owner/rows"])
+
+
+def test_a_run_that_was_moved_still_knows_its_past(made: dict[str, Path], tmp_path: Path) -> None:
+    for stage in ("pretrain", "sft"):
+        (tmp_path / stage / "model").mkdir(parents=True)
+        for name in ("manifest.json", "settings.yaml"):
+            text = (made[stage] / name).read_text().replace(str(made["pretrain"].parent), "/gone")
+            (tmp_path / stage / name).write_text(text)
+    assert [made.stage for made in export.past(tmp_path / "sft" / "model")] == ["sft", "pretrain"]
+
+
+def test_nothing_is_written_over(made: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    for write in (export.export, export_adapter):
+        with pytest.raises(SettingsError, match="is there already"):
+            write(str(made["lora"] / "model"), tmp_path / "out")
+    with pytest.raises(SettingsError, match="there is no folder"):
+        export.export(str(made["lora"] / "model"), tmp_path / "none" / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
+
+
+class Hub:
+    """A hub that takes everything."""
+
+    calls: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
+
+    def create_repo(self, name: str, **options: Any) -> str:
+        self.calls.append((name, options))
+        return f"https://hub/{name}"
+
+    def upload_folder(self, repo_id: str, **options: Any) -> None:
+        if repo_id == "owner/full":
+            raise OSError("507 no space\nmore")
+        self.calls.append((repo_id, options))
+
+
+def test_it_is_uploaded_only_where_asked_and_to_a_private_place(
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [])
+    model = str(made["sft"] / "model")
+    export.main([model, str(tmp_path / "a")])
+    assert Hub.calls == []
+    export.main([model, str(tmp_path / "b"), "--push-to-hub", "owner/mine"])
+    assert Hub.calls[0] == ("owner/mine", {"private": True, "exist_ok": True})
+    assert (Hub.calls[1][0], Hub.calls[1][1]["folder_path"]) == ("owner/mine", str(tmp_path / "b"))
+    assert "uploaded to https://hub/owner/mine" in capsys.readouterr().out
+    assert "# mine\n" in card_of(tmp_path / "b")[1]
+    with pytest.raises(SettingsError, match="--push-to-hub a//b"):
+        export.main([model, str(tmp_path / "c"), "--push-to-hub", "a//b"])
+    with pytest.raises(
+        RuntimeError, match=r"b is written, but could not be uploaded to owner/full: 507 no space; HF_TOKEN"
+    ):
+        push(tmp_path / "b", "owner/full")
+
+
+def test_trl_takes_what_is_written(made: dict[str, Path], tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+    policy, reward = str(tmp_path / "policy"), str(tmp_path / "reward")
+    export.export(str(made["sft"] / "model"), Path(policy))
+    export.export(str(made["reward"] / "model"), Path(reward))
+    common: dict[str, Any] = {
+        "output_dir": str(tmp_path / "trl"), "max_steps": 1, "per_device_train_batch_size": 2, "bf16": False,
+        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "max_length": 64,
+        "gradient_checkpointing": None,
+    }  # fmt: skip
+    rows = [{"prompt": "Who?", "completion": " Me."}] * 2
+    pairs = [{"prompt": "Who?", "chosen": " Me.", "rejected": " No."}] * 2
+    of_sft = SFTTrainer(policy, args=SFTConfig(**common), train_dataset=Dataset.from_list(rows))
+    of_reward = RewardTrainer(reward, args=RewardConfig(**common), train_dataset=Dataset.from_list(pairs))
+    for trainer in (of_sft, of_reward):
+        assert trainer.train().training_loss > 0
