@@ -11,6 +11,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from itertools import chain, pairwise
 from typing import Any
@@ -86,14 +87,13 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Messages, max_length: int | None
     Longer than `max_length`, it loses tokens on the left, since the question is usually at the end.
     Raises DataError with the text of the row where the chat template refuses it.
     """
-    _render(tokenizer, prompt)  # refuses what would lose text
-    ids = _prompt_ids(tokenizer, prompt)
+    ids = list(_asked(tokenizer, prompt).ids)
     return ids if max_length is None else _cut_left(tokenizer, ids, max_length)
 
 
 def encode_response(tokenizer: Tokenizer, prompt: Messages, response: str) -> list[int]:
     """Response ids as the chat template begins an answer (a space, say), then the text as it is, then eos."""
-    return _response_ids(tokenizer, prompt, _render(tokenizer, prompt), response)
+    return _response_ids(tokenizer, _asked(tokenizer, prompt), response)
 
 
 def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_length: int) -> Encoded | None:
@@ -101,9 +101,8 @@ def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_le
 
     None where the response, its eos and one prompt token do not fit: the caller counts and names such rows.
     """
-    rendered = _render(tokenizer, prompt)
-    response_ids = _response_ids(tokenizer, prompt, rendered, response)
-    prompt_ids = _prompt_ids(tokenizer, prompt)
+    asked = _asked(tokenizer, prompt)
+    response_ids, prompt_ids = _response_ids(tokenizer, asked, response), asked.ids
     room = max_length - len(response_ids)
     if room < 1 + (prompt_ids[:1] == [tokenizer.bos_token_id]):
         return None
@@ -183,14 +182,36 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Messages) -> list[int]:
     return [bos] * once + ids[start:]
 
 
-def _response_ids(tokenizer: Tokenizer, prompt: Messages, rendered: str, response: str) -> list[int]:
-    lead = _lead(tokenizer, prompt, rendered)
+@dataclass(frozen=True)
+class _Asked:
+    """What an answer follows."""
+
+    ids: list[int]
+    """Of the prompt, up to where the answer begins."""
+    lead: str
+    """What the template writes between prompt and answer."""
+    lead_ids: list[int] | None
+    """Its ids, where it has a role token in it; other text, a space say, belongs to the first word."""
+
+
+def _asked(tokenizer: Tokenizer, prompt: Messages) -> _Asked:
+    messages = tuple(tuple(message.items()) for message in prompt)
+    return _asked_before(tokenizer, str(tokenizer.chat_template), messages)
+
+
+@lru_cache(maxsize=1000)  # a prompt comes again with each of its answers, and templates take long
+def _asked_before(tokenizer: Tokenizer, _: str, messages: tuple[tuple[tuple[str, str], ...], ...]) -> _Asked:
+    prompt = [dict(message) for message in messages]
+    lead = _lead(tokenizer, prompt, _render(tokenizer, prompt))
     lead_ids: list[int] = tokenizer(lead, add_special_tokens=False)["input_ids"] if lead else []
-    if lead and lead_ids != _text_ids(tokenizer, lead):  # a role token, where the generation prompt lacks it
-        ids = lead_ids + _text_ids(tokenizer, response)
-    else:  # a space, say, which belongs to the first word
-        ids = _text_ids(tokenizer, lead + response)
-    return [*ids, tokenizer.eos_token_id]
+    with_role = bool(lead) and lead_ids != _text_ids(tokenizer, lead)  # a token that the generation prompt lacks
+    return _Asked(_prompt_ids(tokenizer, prompt), lead, lead_ids if with_role else None)
+
+
+def _response_ids(tokenizer: Tokenizer, asked: _Asked, response: str) -> list[int]:
+    if asked.lead_ids is not None:
+        return [*asked.lead_ids, *_text_ids(tokenizer, response), tokenizer.eos_token_id]
+    return [*_text_ids(tokenizer, asked.lead + response), tokenizer.eos_token_id]
 
 
 def _text_ids(tokenizer: Tokenizer, text: str | list[str]) -> Any:
