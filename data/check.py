@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import combinations, islice
 from math import comb
 from typing import Any
@@ -28,6 +28,7 @@ def check(
     max_length: int | None = None,
     against: Source | None = None,
     against_kind: str | None = None,
+    tell: Callable[[int], None] = lambda rows: None,
 ) -> dict[str, Any]:
     """Counts for one source, as JSON. Unusable rows are counted and never raise.
 
@@ -37,8 +38,8 @@ def check(
     better answer is the longer one (equal lengths count one half), in characters, or in tokens if `tokenizer` (a
     folder or a hub id) is given, which also gives `lengths`; `max_length` asks what would not fit. `shared_prompts`
     are those that the rows of `against` hold too. `parts` is what was left out of rows that were kept, `details` what
-    the first row of a reason adds to it. Reads row by row: memory grows with their number, not their size.
-    Raises DataError for a source that cannot be read at all.
+    the first row of a reason adds to it. Reads row by row: memory grows with their number, not their size. `tell` is
+    told how many rows have been read. Raises DataError for a source that cannot be read at all.
     """
     if max_length is not None and (tokenizer is None or kind == "text"):
         cure = "documents are cut into blocks, none is too long" if kind == "text" else "give --tokenizer too"
@@ -54,6 +55,7 @@ def check(
     examples = numbered(source, kind, report)
     while batch := list(islice(examples, BATCH)):
         tally.add(batch)
+        tell(report.rows)
     repeated = report.dropped.get(DUPLICATE, Dropped()).count  # prompts are read once each
     return {
         "kind": kind,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from rlhf.data import formats
@@ -89,8 +90,10 @@ def iterate(source: Source, kind: str, report: Report, keep_ties: bool = False) 
     return (example for _, example in numbered(source, kind, report, keep_ties))
 
 
-def numbered(source: Source, kind: str, report: Report, keep_ties: bool = False) -> Iterator[tuple[int, Any]]:
-    """What `iterate` gives, each with the number of the row that it counts under."""
+def numbered(
+    source: Source, kind: str, report: Report, keep_ties: bool = False, limit: int | None = None
+) -> Iterator[tuple[int, Any]]:
+    """What `iterate` gives, each with the number of the row that it counts under; of the first `limit` rows alone."""
     if kind not in PARSERS:
         raise DataError(f"no kind of rows called {kind!r}; choose from {', '.join(PARSERS)}")
     _check_format(source, kind)
@@ -107,7 +110,7 @@ def numbered(source: Source, kind: str, report: Report, keep_ties: bool = False)
         elif kind == "preferences" and not keep_ties:
             _refuse_tie(example)
 
-    for number, raw in read_rows(source, report.files):
+    for number, raw in islice(read_rows(source, report.files), limit):
         report.rows += 1
         if source.map and isinstance(raw, dict):
             columns |= dict.fromkeys(raw)

@@ -36,6 +36,7 @@ class Chart:
 CHARTS = {
     "pretrain": [Chart("Loss, nats per token", ("loss", "val_loss"), "guessing_loss", "guessing")],
     "sft": [Chart("Loss, nats per token", ("loss", "eval_loss"), "base_eval_loss", "base model")],
+    "feedback": [],
     "reward": [
         Chart("Ranking loss", ("loss",)),
         Chart("Held-out ranking accuracy", ("accuracy",), "longer_wins_accuracy", "longer wins"),

@@ -16,7 +16,7 @@ from rlhf.pipeline.plan import make_plan
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.tables import show_table, size_text
 from rlhf.pipeline.verify import stage_folders
-from rlhf.stages.artifact import BESIDE, RESULTS, STAGES, Artifact, is_temporary, temporaries
+from rlhf.stages.artifact import BESIDE, RESULTS, STEPS, Artifact, is_temporary, temporaries
 
 RUN_FILES = ("recipe.yaml", "summary.json", "report.html", "sweep.json", "attention.html", "tokens")
 """What a run writes into its folder beside the folders of its stages."""
@@ -141,7 +141,7 @@ def _kept(run_dir: Path, folders: list[Path]) -> tuple[set[str], set[str], list[
         kept |= {step.folder.name for step in steps if step.folder is not None}
         undecided = {step.stage for step in steps if step.folder is None}  # its inputs are still to be made
     except RefusedError as error:
-        undecided = set(STAGES)
+        undecided = set(STEPS)
         notes.append(f"what recipe.yaml leads to is not known: {error}")
     while True:  # what the kept ones were made from
         settings = [_text(folder / "settings.yaml") for folder in folders if folder.name in kept]

@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,8 +14,11 @@ from rlhf.pipeline import streams
 from rlhf.pipeline.data_cli import data_app
 from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
 from rlhf.pipeline.feedback_cli import feedback_app
+from rlhf.pipeline.model_cli import model_app
+from rlhf.pipeline.rank_cli import rank_app
 from rlhf.pipeline.run_cli import run_app
 from rlhf.pipeline.sample_cli import sample_app
+from rlhf.pipeline.start_cli import start_app
 from rlhf.pipeline.tools_cli import tools_app
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import exit_on_signal, handled
@@ -22,28 +26,33 @@ from rlhf.stages.signals import exit_on_signal, handled
 app = typer.Typer(
     name="rlhf",
     help="From raw text to a PPO-tuned language model: pretrain, sft, reward, ppo.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(start_app)
 app.add_typer(run_app)
 app.add_typer(tools_app)
+app.add_typer(model_app)
 app.add_typer(sample_app)
+app.add_typer(rank_app)
 data_app.add_typer(feedback_app)
 app.add_typer(data_app, name="data")
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _rlhf(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
 ) -> None:
-    pass  # read by main, which shows the errors
+    if context.invoked_subcommand is None:  # --debug is read by main, which shows the errors
+        from rlhf.pipeline.welcome import welcome
+
+        print(welcome(Path()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 refused, 130/143 stopped by a signal."""
+    """Run the command line and exit: 0 done, 1 failed, 2 refused, 3 waiting for people, 130/143 stopped by a signal."""
     if arguments is None:
         streams.prepare()
     words = list(sys.argv[1:] if arguments is None else arguments)

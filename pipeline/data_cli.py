@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlhf.data.errors import SettingsError
+from rlhf.pipeline.progress import waiting
 from rlhf.pipeline.tables import show_table
 
 if TYPE_CHECKING:
@@ -67,7 +68,11 @@ def data_check(
     if against_kind is not None and against is None:
         raise SettingsError(f"--against-as {against_kind}: say with --against PATH which set is meant")
     other = None if against is None else Source(path=against)
-    found = check(source_of(path, kind, mapping, format_), kind, tokenizer, max_length, other, against_kind)
+    source = source_of(path, kind, mapping, format_)
+    with waiting(f"reading {path}") as say:
+        found = check(
+            source, kind, tokenizer, max_length, other, against_kind, lambda rows: say(f"{rows} rows of {path} read")
+        )
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     else:
@@ -92,7 +97,8 @@ def data_convert(
     """
     from rlhf.data.convert import convert
 
-    report = convert(source_of(path, kind, mapping, format_), kind, out, max_dropped, force)
+    with waiting(f"reading {path}"):
+        report = convert(source_of(path, kind, mapping, format_), kind, out, max_dropped, force)
     show_losses(report)
     print(
         f"{out}: {report.kept} of {report.rows} rows of {path} as {kind}" + f" ({report.format})" * bool(report.format)

@@ -14,6 +14,7 @@ from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.summary import duration
 from rlhf.pipeline.tables import show_table
+from rlhf.stages.artifact import STAGES
 from rlhf.stages.devices import named, several
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.sft.config import SFTSettings
@@ -36,16 +37,17 @@ def estimate(recipe: Recipe, device: str | None = None, devices: str | None = No
     elif device not in (None, "cpu"):
         named(str(device))  # refused at once where there is none of the name
     visible = visible_gpus() if device is None else 1
+    stages = [stage for stage in recipe.stages if stage in STAGES]
     request = {
         "stages": {
             stage: section.model_dump(mode="json", exclude_unset=True)
-            for stage in recipe.stages
+            for stage in stages
             if (section := recipe.section(stage)) is not None
         },
         "rows": {stage: counted(recipe, stage) for stage in ("sft", "reward")},
         "device": device,
-        "num_processes": {stage: number or num_processes(recipe, stage, visible) for stage in recipe.stages},
-        "layouts": {stage: _layout(recipe, stage, "ddp" if number is None else None) for stage in recipe.stages},
+        "num_processes": {stage: number or num_processes(recipe, stage, visible) for stage in stages},
+        "layouts": {stage: _layout(recipe, stage, "ddp" if number is None else None) for stage in stages},
     }
     process = subprocess.run(
         [sys.executable, "-m", "rlhf.stages.estimate"], input=json.dumps(request), capture_output=True, text=True,
@@ -84,7 +86,7 @@ def counted(recipe: Recipe, stage: str) -> dict[str, int]:
     if not isinstance(section, SFTSettings | RewardSettings):
         return {}
     source = section.data
-    if ":" not in source.path and not source.local.exists():
+    if source is None or (":" not in source.path and not source.local.exists()):
         return {}
     found = {}
     try:

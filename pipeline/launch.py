@@ -120,9 +120,9 @@ def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
         machine = lost()
     told = stage_status(folder)
     state, message = told.get("state"), told.get("message") or ""
-    if state == "done" and not ended.received:
+    if state in ("done", "waiting") and not ended.received:
         sys.stderr.write(ended.said)  # warnings
-    is_kept = state in ("done", "refused", "stopped") or (folder / ERROR_LOG).exists()
+    is_kept = state in ("done", "waiting", "refused", "stopped") or (folder / ERROR_LOG).exists()
     if ended.said and not ended.received and not is_kept:
         replace_text(folder / ERROR_LOG, ended.said)
     # The status file decides, not the code: with several processes the launcher always returns 1.
@@ -130,12 +130,12 @@ def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
         raise RefusedError(message)
     if state == "failed":
         raise RunFailed(message)
-    if machine is not None and state != "done" and not ended.received:
+    if machine is not None and state not in ("done", "waiting") and not ended.received:
         raise RunFailed(f"machine {machine}: its part ended and left no message; out of memory, or killed?")
     if state == "stopped" or ended.received:  # even if it is done: the run must not start another stage
         number = ended.received[0] if ended.received else None
         raise Stopped(exit_code(number) if number else told.get("code") or exit_code(signal.SIGTERM))
-    if state != "done":
+    if state not in ("done", "waiting"):
         raise RunFailed(f"its process ended with code {ended.code} and left no message; out of memory, or killed?")
 
 

@@ -3,23 +3,32 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.sources import Source
 from rlhf.pipeline.recipe import Recipe
-from rlhf.pipeline.summary import stage_status
-from rlhf.stages.artifact import STAGES, Artifact, Identity, data_digests, identify, input_digest
+from rlhf.pipeline.summary import in_round, rated_now, stage_status
+from rlhf.stages.artifact import STEPS, Artifact, Identity, data_digests, identify, input_digest
 from rlhf.stages.checkpoints import newest_checkpoint
+from rlhf.stages.feedback.config import RANKINGS
 from rlhf.stages.settings import StageSettings, nearest
 
 UPSTREAM = {
     ("sft", "model"): "pretrain",
+    ("feedback", "model"): "sft",
     ("reward", "model"): "sft",
+    ("reward", "data"): "feedback",
     ("ppo", "model"): "sft",
     ("ppo", "reward_model"): "reward",
 }
-"""Which stage fills in a model that the recipe leaves empty."""
+"""Which stage fills in a model, or rankings, that the recipe leaves empty."""
+UPSTREAM_LATER = {("feedback", "model"): "ppo", ("feedback", "earlier"): "feedback"}
+"""The same in later rounds, where it differs."""
+ROUND = ("feedback", "reward", "ppo")
+"""What is gone through again in each round."""
 
 Made = Mapping[str, Path | None]
 """Stages with a result: its sealed folder, or None where the result is still to be made."""
@@ -37,11 +46,20 @@ class Step:
     folder: Path | None = None
     """None where the key depends on an input that is still to be made."""
     identity: Identity | None = None
+    round: int = 1
+
+    @property
+    def name(self) -> str:
+        """The stage, with its round from the second one on."""
+        return in_round(self.stage, self.round)
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Which part of a recipe to run: stages from `first` to `last`, those in `force` anew."""
+    """Which part of a recipe to run: stages from `first` to `last`, those in `force` anew.
+
+    `first` and `last` are meant in the first round: later ones are run where there is no `last`.
+    """
 
     first: str | None = None
     last: str | None = None
@@ -55,22 +73,24 @@ class Scope:
             ("--force", sorted(self.force)),
         ):
             for stage in filter(None, stages):
-                if stage not in STAGES:
-                    raise SettingsError(f"{option} {stage}: no such stage; {nearest(stage, list(STAGES))}")
+                if stage not in STEPS:
+                    raise SettingsError(f"{option} {stage}: no such stage; {nearest(stage, list(STEPS))}")
                 if stage not in recipe.stages:
                     raise SettingsError(f"{stage}: the recipe has no section '{stage}'; add one")
-        if not any(self.side(stage) == "inside" for stage in STAGES):
+        if not any(self.side(stage) == "inside" for stage in STEPS):
             raise SettingsError(f"--from {self.first} comes after --to {self.last}: no stage to run")
         for stage in self.force:
             if self.side(stage) != "inside":
                 raise SettingsError(f"--force {stage}: lies outside of --from and --to; widen them")
 
-    def side(self, stage: str) -> Literal["before", "inside", "after"]:
+    def side(self, stage: str, round_: int = 1) -> Literal["before", "inside", "after"]:
         """Where a stage lies."""
-        place = STAGES.index(stage)
-        if self.first and place < STAGES.index(self.first):
+        if round_ > 1:
+            return "after" if self.last else "inside"
+        place = STEPS.index(stage)
+        if self.first and place < STEPS.index(self.first):
             return "before"
-        return "after" if self.last and place > STAGES.index(self.last) else "inside"
+        return "after" if self.last and place > STEPS.index(self.last) else "inside"
 
 
 def make_plan(recipe: Recipe, run_dir: Path, scope: Scope | None = None) -> list[Step]:
@@ -83,19 +103,26 @@ def make_plan(recipe: Recipe, run_dir: Path, scope: Scope | None = None) -> list
     check_run_dir(run_dir)
     made: dict[str, Path | None] = {}
     steps = []
-    for stage in STAGES:
-        step = plan_stage(recipe, stage, run_dir, made, scope)
-        if step is not None:
-            steps.append(step)
-            if step.action != "skip":
-                made[stage] = step.folder if step.action == "reuse" else None
+    for round_, stage in [*product([1], STEPS), *product(range(2, recipe.rounds + 1), ROUND)]:
+        step = plan_stage(recipe, stage, run_dir, made, scope, round_)
+        if step is None:
+            continue
+        steps.append(step)
+        made.pop(stage, None)  # what a round skips, it has not from the round before
+        if step.action != "skip":
+            made[stage] = step.folder if step.action == "reuse" else None
     return steps
 
 
-def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope) -> Step | None:
+def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope, round_: int = 1) -> Step | None:
     """One stage's step, given the results before it; None if the run does not have this stage."""
+    step = _plan_stage(recipe, stage, run_dir, made, scope, round_)
+    return step and replace(step, round=round_)
+
+
+def _plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope, round_: int) -> Step | None:
     settings = recipe.section(stage)
-    side = scope.side(stage)
+    side = scope.side(stage, round_)
     if settings is None:
         # A recipe for one stage alone finds its inputs among what the run folder holds.
         found = newest_sealed(stage, run_dir) if side == "before" else None
@@ -104,8 +131,8 @@ def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sco
         refuse_missing_files(found)
         return Step(stage, "reuse", "the newest one here", folder=found.folder)
     if side != "inside":
-        return _outside(stage, settings, recipe, run_dir, made, scope)
-    settings, waiting = fill_inputs(settings, recipe, made, run_dir)
+        return _outside(stage, settings, recipe, run_dir, made, scope, round_)
+    settings, waiting = fill_inputs(settings, recipe, made, run_dir, round_)
     if waiting:
         _find_inputs(settings)
         inputs = " and ".join(waiting)
@@ -123,15 +150,19 @@ def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sco
     return Step(stage, "run", reason, settings, artifact.folder, identity)
 
 
-def fill_inputs(settings: StageSettings, recipe: Recipe, made: Made, run_dir: Path) -> tuple[StageSettings, list[str]]:
-    """Settings with empty model fields filled from the stages before; and the stages to be waited for."""
-    filled: dict[str, str] = {}
+def fill_inputs(
+    settings: StageSettings, recipe: Recipe, made: Made, run_dir: Path, round_: int = 1
+) -> tuple[StageSettings, list[str]]:
+    """Settings with empty models and rankings filled in from the stages before; and the stages to be waited for."""
+    filled: dict[str, Any] = {"round": round_} if settings.stage == "feedback" else {}
     waiting = []
-    for name in settings.input_fields:
-        if getattr(settings, name) is not None:
+    later = UPSTREAM_LATER | {("ppo", "model"): recipe.ppo_from}
+    upstreams = UPSTREAM | (later if round_ > 1 else {})
+    for name in dict.fromkeys((*settings.input_fields, *settings.data_fields)):
+        upstream = upstreams.get((settings.stage, name))
+        if upstream is None or getattr(settings, name) is not None:
             continue
-        upstream = UPSTREAM.get((settings.stage, name))
-        if upstream is None or (name not in settings.inputs() and upstream not in recipe.stages):
+        if name not in settings.inputs() and upstream not in recipe.stages:
             continue  # it can do without
         if upstream not in made:
             raise SettingsError(
@@ -141,6 +172,8 @@ def fill_inputs(settings: StageSettings, recipe: Recipe, made: Made, run_dir: Pa
         folder = made[upstream]
         if folder is None:
             waiting.append(upstream)
+        elif upstream == "feedback":
+            filled[name] = Source(path=str(folder.absolute() / RANKINGS))
         else:
             filled[name] = str(Artifact(folder.absolute()).model)
     return settings.model_copy(update=filled), waiting
@@ -194,13 +227,15 @@ def refuse_missing_files(artifact: Artifact) -> None:
             )
 
 
-def _outside(stage: str, settings: StageSettings, recipe: Recipe, run_dir: Path, made: Made, scope: Scope) -> Step:
+def _outside(
+    stage: str, settings: StageSettings, recipe: Recipe, run_dir: Path, made: Made, scope: Scope, round_: int
+) -> Step:
     """A stage that is not to be run: its result if there is one; before --from, another recipe's will do."""
-    before = scope.side(stage) == "before"
+    before = scope.side(stage, round_) == "before"
     limit = f"before {scope.first}" if before else f"after {scope.last}"
     identity = None
     try:
-        settings, waiting = fill_inputs(settings, recipe, made, run_dir)
+        settings, waiting = fill_inputs(settings, recipe, made, run_dir, round_)
         if not waiting:
             settings, identity = _choose_attempt(settings, run_dir)
     except RefusedError:
@@ -227,13 +262,15 @@ def _choose_attempt(settings: StageSettings, run_dir: Path, force: bool = False)
 
 def _how_far(folder: Path) -> str:
     """Where an unfinished stage will go on, from its newest complete checkpoint."""
+    if told := rated_now(folder):
+        return f"waiting: {told['message']}"
     passed_over: list[str] = []
     checkpoint = newest_checkpoint(folder, passed_over=passed_over.append)
-    told = "".join(f"; {text}" for text in passed_over)
+    skipped = "".join(f"; {text}" for text in passed_over)
     if checkpoint is None:
-        return f"interrupted{told or ' before its first checkpoint'}; starts over"
+        return f"interrupted{skipped or ' before its first checkpoint'}; starts over"
     steps = stage_status(folder).get("steps")
-    return f"interrupted{told}; goes on from step {checkpoint.step}" + (f" of {steps}" if steps else "")
+    return f"interrupted{skipped}; goes on from step {checkpoint.step}" + (f" of {steps}" if steps else "")
 
 
 def _why_new(identity: Identity, run_dir: Path) -> str:

@@ -16,6 +16,7 @@ from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.plan import Step
 from rlhf.pipeline.recipe import Recipe, to_yaml
 from rlhf.stages.artifact import Artifact, model_digest, refuse_damaged_model
+from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
@@ -105,7 +106,7 @@ def _too_long(settings: StageSettings) -> Iterator[str]:
     if isinstance(settings, PPOSettings):
         where = "ppo.max_prompt_length + ppo.max_new_tokens"
         length = settings.max_prompt_length + settings.max_new_tokens
-    elif isinstance(settings, SFTSettings | RewardSettings):
+    elif isinstance(settings, SFTSettings | RewardSettings | FeedbackSettings):
         where, length = f"{settings.stage}.max_length", settings.max_length
     elif isinstance(settings, PretrainSettings) and settings.block_size is not None:
         where, length = "pretrain.block_size", settings.block_size
@@ -137,6 +138,8 @@ def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
         loaded = _read(settings, name, source)
         _tell(f"{settings.stage}.{name}", loaded.report, say)
         found[name] = loaded.rows
+    if isinstance(settings, FeedbackSettings) or "data" not in found:  # nothing to hold out, or not there yet
+        return
     train, held_out, _ = train_and_eval(found["data"], found.get("eval_data"), _key, settings.eval_share)
     if not train or not held_out:
         raise DataError(
@@ -157,7 +160,9 @@ def _read(settings: StageSettings, name: str, source: Source) -> rows.Loaded[Any
         return rows.read_rankings(source, settings.max_dropped, keep_ties)
     if isinstance(settings, SFTSettings):
         return rows.read_demonstrations(source, settings.max_dropped)
-    if isinstance(settings, PPOSettings) and name != "ptx_data":
+    if isinstance(settings, FeedbackSettings) and name == "earlier":
+        return rows.read_rankings(source, settings.max_dropped, keep_ties=True)
+    if isinstance(settings, FeedbackSettings) or (isinstance(settings, PPOSettings) and name != "ptx_data"):
         return rows.read_prompts(source, settings.max_dropped)
     return rows.read_text(source, settings.max_dropped)
 

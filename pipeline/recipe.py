@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,7 +13,8 @@ from pydantic import Field, field_validator
 from yaml import YAMLError
 
 from rlhf.data.errors import SettingsError, first_line
-from rlhf.stages.artifact import STAGES
+from rlhf.stages.artifact import STEPS
+from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
@@ -48,10 +49,17 @@ class Recipe(Shared):
     """The base model from raw text."""
     sft: SFTSettings | None = None
     """Supervised fine-tuning on demonstrations."""
+    feedback: FeedbackSettings | None = None
+    """Answers of the model, ranked by people or by a judge."""
     reward: RewardSettings | None = None
     """The reward model on ranked answers."""
     ppo: PPOSettings | None = None
     """PPO against the reward model."""
+    rounds: int = Field(1, ge=1)
+    """How often feedback, reward and ppo are gone through. From the second time on the newest policy answers, and the
+    reward model learns from the rankings of all rounds."""
+    ppo_from: Literal["sft", "ppo"] = "sft"
+    """Where ppo of later rounds starts: from the sft stage's model again, or from the policy of the round before."""
 
     def section(self, stage: str) -> StageSettings | None:
         """Settings of a stage, None if it is not part of the run."""
@@ -87,8 +95,8 @@ class Recipe(Shared):
 
     @property
     def stages(self) -> list[str]:
-        """Stages of this run, in order."""
-        return [stage for stage in STAGES if self.section(stage) is not None]
+        """Stages of this run (feedback is one here), in order and each once."""
+        return [stage for stage in STEPS if self.section(stage) is not None]
 
 
 def _by_stage(value: Any) -> Iterator[tuple[str, Any]]:
@@ -97,8 +105,8 @@ def _by_stage(value: Any) -> Iterator[tuple[str, Any]]:
         yield from [] if value is None else [("", value)]
         return
     for stage, found in value.items():
-        if stage not in STAGES:
-            raise ValueError(f"no stage '{stage}'; {nearest(str(stage), list(STAGES))}")
+        if stage not in STEPS:
+            raise ValueError(f"no stage '{stage}'; {nearest(str(stage), list(STEPS))}")
         yield f"{stage}: ", found
 
 
@@ -110,7 +118,7 @@ def load_recipe(recipe: str, overrides: Iterable[str] = (), pretrain: Mapping[st
     """
     config = read_yaml(recipe, shipped_recipes(), "recipe")
     if not OmegaConf.is_dict(config):
-        raise SettingsError(f"{recipe}: not a recipe; it must be a mapping with sections {', '.join(STAGES)}")
+        raise SettingsError(f"{recipe}: not a recipe; it must be a mapping with sections {', '.join(STEPS)}")
     for override in overrides:
         _override(config, override)
     content = resolved(config, recipe)
@@ -119,14 +127,16 @@ def load_recipe(recipe: str, overrides: Iterable[str] = (), pretrain: Mapping[st
         mapping["pretrain"] = mapping.get("pretrain", {}) | pretrain
     shared = {name: mapping[name] for name in Shared.model_fields if name in mapping}
     Shared.load(shared, "")  # on its own first, or a wrong value would be reported once per section
-    for stage in STAGES:
+    for stage in STEPS:
         if isinstance(section := mapping.get(stage), dict):
-            known = {name: value for name, value in shared.items() if name in _section_class(stage).model_fields}
+            known = {name: value for name, value in shared.items() if name in section_class(stage).model_fields}
+            if stage == "feedback":  # people rank, unless this section itself names a judge
+                known.pop("judge", None)
             mapping[stage] = known | section
     loaded = Recipe.load(mapping, "")
     if not loaded.stages:
-        raise SettingsError(f"{recipe}: no stage to run; a recipe has at least one section of {', '.join(STAGES)}")
-    if problems := [*_uneven_shares(loaded), *_too_long(loaded)]:
+        raise SettingsError(f"{recipe}: no stage to run; a recipe has at least one section of {', '.join(STEPS)}")
+    if problems := [*_uneven_shares(loaded), *_too_long(loaded), *_without_rankings(loaded)]:
         raise SettingsError("\n".join(problems))
     return loaded
 
@@ -150,6 +160,8 @@ def _too_long(recipe: Recipe) -> Iterator[str]:
     lengths = {}
     if sft:
         lengths["sft.max_length"] = sft.max_length
+    if recipe.feedback and recipe.feedback.model is None:
+        lengths["feedback.max_length"] = recipe.feedback.max_length
     if reward and reward.model is None:
         lengths["reward.max_length"] = reward.max_length
     if ppo and None in (ppo.model, ppo.reward_model):
@@ -161,6 +173,27 @@ def _too_long(recipe: Recipe) -> Iterator[str]:
                 f"{name}: {length} exceeds pretrain.context_length, which is {context}; "
                 f"lower it, or raise pretrain.context_length to {length}"
             )
+
+
+def _without_rankings(recipe: Recipe) -> Iterator[str]:
+    """A reward stage with no rankings, or with two sources of them; rounds that could not be gone through."""
+    feedback, reward, ppo = recipe.feedback, recipe.reward, recipe.ppo
+    if reward and reward.data is None and feedback is None:
+        yield "reward.data: not set; name rankings, or have them made by a section feedback"
+    if reward and reward.data is not None and feedback is not None:
+        yield (
+            "reward.data: the rankings come from the feedback step; take reward.data out, or the section feedback "
+            "(`rlhf data import` puts rankings that you have into a store)"
+        )
+    if recipe.rounds > 1:
+        missing = [name for name in ("feedback", "reward", "ppo") if recipe.section(name) is None]
+        if missing:
+            yield f"rounds: {recipe.rounds} needs the sections feedback, reward and ppo; add {', '.join(missing)}"
+        elif feedback and ppo and (feedback.model or ppo.reward_model):
+            name = "feedback.model" if feedback.model else "ppo.reward_model"
+            yield f"rounds: {recipe.rounds} has no use for a {name}, which is another one in each round; take it out"
+        elif ppo and ppo.model and recipe.ppo_from == "ppo":
+            yield "ppo_from: ppo has no effect beside ppo.model, from which every round starts; take one of them out"
 
 
 def recipe_name(recipe: str) -> str:
@@ -245,8 +278,10 @@ def _spell_out(config: Any, parts: list[str]) -> None:
             OmegaConf.update(config, place, {"path": found})
 
 
-def _section_class(stage: str) -> type[StageSettings]:
+def section_class(stage: str) -> type[StageSettings]:
+    """The class of a stage's settings."""
     classes: dict[str, type[StageSettings]] = {
-        "pretrain": PretrainSettings, "sft": SFTSettings, "reward": RewardSettings, "ppo": PPOSettings,
+        "pretrain": PretrainSettings, "sft": SFTSettings, "feedback": FeedbackSettings, "reward": RewardSettings,
+        "ppo": PPOSettings,
     }  # fmt: skip
     return classes[stage]

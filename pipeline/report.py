@@ -13,7 +13,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from rlhf.pipeline.charts import draw_charts, draw_histogram, draw_power_law, draw_reliability, draw_variants
 from rlhf.pipeline.scaling import PowerLaw
-from rlhf.pipeline.summary import duration, outcome, run_status
+from rlhf.pipeline.summary import duration, flat, nested, outcome, run_status
 from rlhf.pipeline.sweep import read_sweep, table
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.disk import replace_text
@@ -21,10 +21,11 @@ from rlhf.stages.disk import replace_text
 MAX_SAMPLES = 30
 MAX_CHARACTERS = 1000  # per text in the gallery; both limits keep the page small enough to send by mail
 
-TITLES = {"pretrain": "Pretraining", "sft": "SFT", "reward": "Reward model", "ppo": "PPO"}
+TITLES = {"pretrain": "Pretraining", "sft": "SFT", "feedback": "Feedback", "reward": "Reward model", "ppo": "PPO"}
 PURPOSES = {
     "pretrain": "A decoder learns to continue raw text.",
     "sft": "It learns to answer, from prompts with good responses.",
+    "feedback": "It answers each prompt several times, and people or a judge rank the answers.",
     "reward": "A second model learns from ranked answers what people prefer: one score per response.",
     "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
 }
@@ -44,6 +45,10 @@ class Change:
 CHANGES = {
     "pretrain": [Change("held-out loss, nats per token", "guessing_loss", "val_loss", "against guessing", -1)],
     "sft": [Change("held-out loss, nats per token", "base_eval_loss", "eval_loss", "against the base model", -1)],
+    "feedback": [
+        Change("prompts with ranked answers", None, "num_rankings", "of all rounds so far", 0),
+        Change("rated by several who differ", None, "num_disagreed", "resolved by the rule", 0),
+    ],
     "reward": [Change("held-out ranking accuracy", "longer_wins_accuracy", "accuracy", "against “longer wins”", 1)],
     "ppo": [
         Change("true quality", "sft_true_quality", "true_quality", "against SFT", 1),
@@ -72,7 +77,8 @@ def render(run_dir: str | Path) -> Path:
     Raises RefusedError where `run_dir` is not the folder of a run.
     """
     run_dir = Path(run_dir)
-    stages = [_stage(name, entry, run_dir) for name, entry in run_status(run_dir).items()]
+    status = nested(run_status(run_dir))
+    stages = [_stage(name, entry, run_dir) for name, entry in status["stages"].items()]
     samples = [sample for stage in stages if stage["name"] == "ppo" for sample in stage["samples"]]
     recipe = run_dir / "recipe.yaml"
 
@@ -85,7 +91,8 @@ def render(run_dir: str | Path) -> Path:
         name=run_dir.resolve().name,
         stages=stages,
         headline=[change for stage in stages for change in stage["changes"][:1]],
-        total_seconds=sum(stage["seconds"] or 0 for stage in stages),
+        total_seconds=sum(entry["seconds"] or 0 for entry in flat(status).values()),
+        rounds=_rounds(status.get("rounds", [])),
         samples=samples[:MAX_SAMPLES],
         max_samples=MAX_SAMPLES,
         gallery=_gallery(samples),
@@ -121,6 +128,27 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> dict[str, Any]:
         "phases": _phases(rows),
         **draw_charts(name, [_without_phases(row) for row in rows], metrics),
     }
+
+
+def _rounds(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line per round that has begun: what was ranked, and what became of it; gains are over the round before."""
+    found: list[dict[str, Any]] = []
+    for number, entries in enumerate(rounds, start=1):
+        feedback, reward, ppo = (entries.get(stage, {}).get("metrics", {}) for stage in ("feedback", "reward", "ppo"))
+        if not feedback:
+            break
+        quality = ppo.get("true_quality")
+        before = found[-1]["quality"] if found else ppo.get("sft_true_quality")
+        found.append({
+            "number": number,
+            "rankings": feedback.get("num_rankings"),
+            "accuracy": reward.get("accuracy"),
+            "quality": quality,
+            "gain": None if quality is None or before is None else quality - before,
+            "win_rate": ppo.get("win_rate"),
+            "kl": ppo.get("kl"),
+        })  # fmt: skip
+    return found
 
 
 def _warnings(metrics: dict[str, Any]) -> list[str]:

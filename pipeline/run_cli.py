@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 PROFILE = "RLHF_PROFILE"
 """In the environment of a stage that is to record a trace."""
 
+WAITING = 3
+"""Exit code of a run that waits for people: it is neither done nor has it failed."""
+
 run_app = typer.Typer()
 
 RecipeArgument = Annotated[
@@ -33,7 +36,7 @@ FromOption = Annotated[
     str | None,
     typer.Option("--from", metavar="STAGE", help="First stage to run; those before must be finished."),
 ]
-ToOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Last stage to run.")]
+ToOption = Annotated[str | None, typer.Option("--to", metavar="STAGE", help="Last stage to run, of the first round.")]
 ForceOption = Annotated[
     list[str] | None,
     typer.Option("--force", metavar="STAGE", help="Run this stage anew beside its earlier result (repeatable)."),
@@ -71,7 +74,8 @@ def run(
 ) -> None:
     """Run a recipe.
 
-    What is finished is reused, what was interrupted is resumed, the rest is run.
+    What is finished is reused, what was interrupted is resumed, the rest is run. Exit code 3 where it waits for people
+    to rank answers: run it again when they have.
     """
     from rlhf.pipeline.plan import Scope
 
@@ -106,11 +110,13 @@ def plan(
 ) -> None:
     """Say what `rlhf run` would do, and why."""
     from rlhf.pipeline.plan import Scope, make_plan
+    from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.recipe import load_recipe
 
     folder = run_dir or _default_run_dir(recipe)
-    steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
-    rows = [(s.stage, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
+    with waiting("looking at data and models"):
+        steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
+    rows = [(s.name, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
     show_table(("stage", "action", "folder", "why"), rows)
     print(f"run folder: {folder}")
 
@@ -120,11 +126,11 @@ def status(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     """Show how far a run is."""
     import json
 
-    from rlhf.pipeline.summary import run_status
+    from rlhf.pipeline.summary import nested, run_status
 
     stages = run_status(run_dir)
     if as_json:
-        print(json.dumps({"stages": stages}, indent=1))
+        print(json.dumps(nested(stages), indent=1))
     else:
         _stage_table(stages)
 
@@ -211,6 +217,8 @@ def _run(
         trace = folder / (entries[str(scope.last)].folder or "") / "profile" / "trace.json.gz"
         none = "none: the stage was finished before; with --force it runs anew"
         print(f"profile: {trace if trace.is_file() else none}")
+    if any(entry.status == "waiting" for entry in entries.values()):
+        raise typer.Exit(WAITING)
 
 
 def _sweep(sweep: str, recipe: str, overrides: list[str], run_dir: Path, force: bool) -> None:

@@ -15,11 +15,14 @@ from rlhf.pipeline.launch import ERROR_LOG, run_stage
 from rlhf.pipeline.lock import LOCK, held
 from rlhf.pipeline.plan import Scope, Step, make_plan, plan_stage
 from rlhf.pipeline.preflight import Say, refuse_bad_input, refuse_foreign_files
+from rlhf.pipeline.progress import waiting
 from rlhf.pipeline.recipe import Recipe, to_yaml
 from rlhf.pipeline.summary import (
     Entry,
     duration,
     headline,
+    in_round,
+    rated_now,
     read_summary,
     stage_status,
     write_summary,
@@ -74,8 +77,9 @@ def checked(
     with ExitStack() as stack:
         stack.enter_context(handled(exit_on_signal))
         lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say)) if run_dir.is_dir() else None
-        plans = plan()
-        refuse_bad_input([step for steps in plans for step in steps], recipes[0], run_dir, say, verify)
+        with waiting("looking at data and models"):
+            plans = plan()
+            refuse_bad_input([step for steps in plans for step in steps], recipes[0], run_dir, say, verify)
         if lock is None:  # only now: a refused run leaves no folder behind
             _create(run_dir)
             lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say))
@@ -95,33 +99,40 @@ def run_steps(
     write_recipe(run_dir, recipe)
     made: dict[str, Path | None] = {}
     for step in steps:
-        if step.stage == "ppo" and step.action != "skip" and "reward" in entries:
-            failed = entries["reward"].metrics.get("gates_failed", [])
+        rewards = in_round("reward", step.round)
+        if step.stage == "ppo" and step.action != "skip" and rewards in entries:
+            failed = entries[rewards].metrics.get("gates_failed", [])
             if failed:
                 return entries, changed, failed
         if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
-            step = plan_stage(recipe, step.stage, run_dir, made, scope) or step
+            step = plan_stage(recipe, step.stage, run_dir, made, scope, step.round) or step
         say(_describe(step))
         if step.action in ("run", "resume"):
-            _train(step, recipe, run_dir, entries, lock, say)
             changed = True
+            if not _train(step, recipe, run_dir, entries, lock, say):
+                return entries, changed, []
         elif step.action == "reuse":
             assert step.folder is not None
             rmtree(step.folder / "checkpoints", ignore_errors=True)  # which a kill after the seal may have left
-            entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
+            entries[step.name] = _finished(step, recipe, run_dir, entries[step.name])
             changed |= write_summary(run_dir, entries)
+        made.pop(step.stage, None)
         if step.action != "skip":
             made[step.stage] = step.folder
     return entries, changed, []
 
 
-def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry], lock: int, say: Say) -> None:
-    """Run one stage to its seal, and keep summary.json true whatever happens."""
-    stage, folder, settings = step.stage, step.folder, step.settings
+def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry], lock: int, say: Say) -> bool:
+    """Run one stage to its seal, and keep summary.json true whatever happens; False where it waits for people."""
+    stage, folder, settings = step.name, step.folder, step.settings
     assert folder is not None
     assert settings is not None
     write_settings(folder, settings)
     before = entries[stage].seconds if entries[stage].folder == folder.name else None
+    if (told := rated_now(folder)) and told["step"] < told["steps"]:  # no need to start it
+        entries[stage] = Entry("waiting", folder=folder.name, seconds=before)
+        write_summary(run_dir, entries)
+        return False
     entry = entries[stage] = Entry("running", folder=folder.name, seconds=before)
     write_summary(run_dir, entries)
     began = monotonic()
@@ -134,7 +145,11 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
         return taken
 
     try:
-        run_stage(stage, folder, recipe, lock)
+        run_stage(step.stage, folder, recipe, lock)
+        if not Artifact(folder).sealed and (told := stage_status(folder)).get("state") == "waiting":
+            ended("waiting")
+            say(f"{stage}: waiting: {told['message']}")
+            return False
         if not Artifact(folder).sealed:
             raise RunFailed("it ended without sealing its folder (no manifest.json)")
     except RefusedError:
@@ -162,11 +177,12 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
     entries[stage] = _finished(step, recipe, run_dir, entries[stage])
     write_summary(run_dir, entries)
     say(f"{stage}: done in {duration(taken)}  {headline(stage, entries[stage].metrics)}".rstrip())
+    return True
 
 
 def _describe(step: Step) -> str:
     where = f" {step.folder.name}" if step.folder else ""
-    return f"{step.stage}: {step.action}{where} ({step.reason})"
+    return f"{step.name}: {step.action}{where} ({step.reason})"
 
 
 def _how_to_go_on(folder: Path, cure: str = "correct it and run again") -> str:
@@ -182,11 +198,11 @@ def _first_entries(steps: list[Step], recipe: Recipe, run_dir: Path) -> dict[str
     earlier = read_summary(run_dir)
     entries = {}
     for step in steps:
-        old = earlier.get(step.stage)
+        old = earlier.get(step.name)
         same = old is not None and step.folder is not None and old.folder == step.folder.name
-        entries[step.stage] = replace(old, status="planned") if old and same else Entry("planned")
+        entries[step.name] = replace(old, status="planned") if old and same else Entry("planned")
         if step.action == "reuse":
-            entries[step.stage] = _finished(step, recipe, run_dir, entries[step.stage])
+            entries[step.name] = _finished(step, recipe, run_dir, entries[step.name])
     return entries
 
 
@@ -200,7 +216,7 @@ def _finished(step: Step, recipe: Recipe, run_dir: Path, old: Entry) -> Entry:
     return Entry(
         "done",
         folder=step.folder.name,
-        model=artifact.model.relative_to(run_dir).as_posix(),
+        model=artifact.model.relative_to(run_dir).as_posix() if step.stage != "feedback" else None,
         seconds=old.seconds if old.folder == step.folder.name else None,
         metrics=metrics,
     )
@@ -231,7 +247,8 @@ def render_report(run_dir: Path) -> None:
     from rlhf.pipeline import report  # matplotlib takes its time
 
     try:
-        report.render(run_dir)
+        with waiting("drawing the report"):
+            report.render(run_dir)
     except Exception as error:
         raise RunFailed(
             f"report: {type(error).__name__}: {error}; the stages are finished, `rlhf report {run_dir}` tries again"

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.errors import SettingsError
+from rlhf.data.feedback.store import Store
+from rlhf.data.feedback.target import dealt_with, missing
 from rlhf.pipeline.lock import in_use
-from rlhf.stages.artifact import STAGES
+from rlhf.stages.artifact import STEPS, STORE, read_settings
 from rlhf.stages.disk import replace_text
+from rlhf.stages.feedback.config import FeedbackSettings
 
 HEADLINES = {
     "pretrain": ("val_loss", "vocab_size"),
     "sft": ("eval_loss", "base_eval_loss"),
+    "feedback": ("num_rankings", "num_votes", "num_disagreed", "num_tied"),
     "reward": ("accuracy", "longer_wins_accuracy"),
     "ppo": ("true_quality", "sft_true_quality", "win_rate", "score", "kl", "eos_share"),
 }
@@ -24,7 +28,7 @@ class Entry:
     """One stage in summary.json. `folder` and `model` are relative to the run folder."""
 
     status: str
-    """done, failed, stopped, running or planned."""
+    """done, failed, stopped, running, waiting (for people) or planned."""
     folder: str | None = None
     model: str | None = None
     seconds: float | None = None
@@ -33,26 +37,48 @@ class Entry:
 
 
 def read_summary(run_dir: Path) -> dict[str, Entry]:
-    """Entries by stage; empty if there is no summary.json."""
+    """Entries by stage, those of later rounds as `ppo 2`; empty if there is no summary.json."""
     path = run_dir / "summary.json"
     if not path.is_file():
         return {}
     try:
-        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
-        return {stage: Entry(**stages[stage]) for stage in STAGES if stage in stages}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {name: Entry(**entry) for name, entry in flat(content).items()}
     except (ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{path}: not a summary of a run ({error}); delete it and run again") from None
 
 
 def write_summary(run_dir: Path, entries: dict[str, Entry]) -> bool:
     """Replace summary.json whole; False if it said the same already, and then it is left alone."""
-    stages = {stage: asdict(entries[stage]) for stage in STAGES if stage in entries}
-    text = json.dumps({"stages": stages}, indent=1)
+    text = json.dumps(nested({name: asdict(entry) for name, entry in entries.items()}), indent=1)
     path = run_dir / "summary.json"
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
     replace_text(path, text)
     return True
+
+
+def in_round(stage: str, round_: int) -> str:
+    """What the stage of a round is called: ppo, ppo 2, ppo 3 …"""
+    return stage if round_ == 1 else f"{stage} {round_}"
+
+
+def nested(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Entries as summary.json has them: `stages` with the newest round that has begun, and `rounds` with all, if there
+    are several."""
+    rounds: list[dict[str, Any]] = []
+    while found := {stage: entries[name] for stage in STEPS if (name := in_round(stage, len(rounds) + 1)) in entries}:
+        rounds.append(found)
+    stages: dict[str, Any] = {}
+    for found in rounds:
+        stages |= {s: entry for s, entry in found.items() if s not in stages or entry["status"] != "planned"}
+    return {"stages": stages} | ({"rounds": rounds} if len(rounds) > 1 else {})
+
+
+def flat(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The reverse of `nested`, in the order in which a run goes through them."""
+    rounds = content["rounds"] if "rounds" in content else [content["stages"]]
+    return {in_round(s, n): found[s] for n, found in enumerate(rounds, start=1) for s in STEPS if s in found}
 
 
 def stage_status(folder: Path) -> dict[str, Any]:
@@ -74,11 +100,21 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
         if entry.status == "running" and not in_use(run_dir):
             stages[stage]["status"] = "interrupted"
         if entry.folder and entry.status != "done":
-            told = stage_status(run_dir / entry.folder)
+            told = stage_status(run_dir / entry.folder) | rated_now(run_dir / entry.folder)
             if stages[stage]["status"] == "interrupted" and told.get("state") == "stopped":
                 stages[stage]["status"] = "stopped"  # the stage ended the process that it shared with the run
             stages[stage] |= {name: told.get(name) for name in ("step", "steps", "message")}
     return stages
+
+
+def rated_now(folder: Path) -> dict[str, Any]:
+    """Step, steps and message of a feedback step that waits for people, as the store is now; empty of any other."""
+    if stage_status(folder).get("state") != "waiting" or not (folder / STORE).is_file():
+        return {}
+    target = read_settings(folder, FeedbackSettings).target
+    with Store.open(folder / STORE) as store:
+        rated, num_prompts = dealt_with(store, target)
+        return {"step": rated, "steps": num_prompts, "message": missing(rated, num_prompts, target, store.path)}
 
 
 def outcome(entry: dict[str, Any]) -> str:
@@ -92,8 +128,8 @@ def outcome(entry: dict[str, Any]) -> str:
 
 
 def headline(stage: str, metrics: dict[str, Any]) -> str:
-    """The final metrics of a stage in one line."""
-    shown = [(name, metrics[name]) for name in HEADLINES[stage] if metrics.get(name) is not None]
+    """The final metrics of a stage (of any round) in one line."""
+    shown = [(name, metrics[name]) for name in HEADLINES[stage.split()[0]] if metrics.get(name) is not None]
     return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown)
 
 

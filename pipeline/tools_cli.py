@@ -1,4 +1,4 @@
-"""What looks at recipes, runs and models: `rlhf eval`, `report`, `estimate`, `verify`, `clean` and `chat`."""
+"""What looks at recipes and runs: `rlhf eval`, `report`, `estimate`, `verify`, `clean` and `schema`."""
 
 import os
 import sys
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rlhf.stages.artifact import Artifact
 
 tools_app = typer.Typer()
+
+POLICIES = ("ppo", "sft", "pretrain")
+"""Stages with a language model, the best first."""
 
 # `python -m MODULE`, with errors shown as one line
 _WITHOUT_TRACEBACK = (
@@ -56,10 +59,9 @@ def _newest_policy(run_dir: Path, stage: str | None) -> "Artifact":
     """The newest finished language model, of the last stage that has one or of the one that is named."""
     from rlhf.pipeline.plan import newest_sealed
 
-    policies = ("ppo", "sft", "pretrain")
-    if stage is not None and stage not in policies:
-        raise SettingsError(f"--stage {stage}: not a stage with a language model; choose of {', '.join(policies)}")
-    for name in policies if stage is None else (stage,):
+    if stage is not None and stage not in POLICIES:
+        raise SettingsError(f"--stage {stage}: not a stage with a language model; choose of {', '.join(POLICIES)}")
+    for name in POLICIES if stage is None else (stage,):
         if (artifact := newest_sealed(name, run_dir)) is not None:
             return artifact
     named = stage or "pretrain, sft or ppo"
@@ -69,11 +71,15 @@ def _newest_policy(run_dir: Path, stage: str | None) -> "Artifact":
 @tools_app.command()
 def report(run_dir: RunArgument) -> None:
     """Write the run's report.html anew."""
-    from rlhf.pipeline.report import render
+    from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.summary import run_status
 
     run_status(run_dir)  # refuses what is no run folder
-    print(render(run_dir))
+    with waiting("drawing the report"):
+        from rlhf.pipeline.report import render  # matplotlib takes its time
+
+        page = render(run_dir)
+    print(page)
 
 
 @tools_app.command("estimate")
@@ -103,9 +109,11 @@ def _estimate(
     import json
 
     from rlhf.pipeline.estimate import estimate, show
+    from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.recipe import load_recipe
 
-    found = estimate(load_recipe(recipe, overrides or ()), device, devices)
+    with waiting("working it out"):
+        found = estimate(load_recipe(recipe, overrides or ()), device, devices)
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -120,8 +128,10 @@ def _verify(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     1 if not, 2 if RUN is no run folder. Nothing is changed.
     """
     from rlhf.pipeline import verify
+    from rlhf.pipeline.progress import waiting
 
-    found = verify.verify(run_dir)
+    with waiting("hashing") as tell:
+        found = verify.verify(run_dir, tell)
     for line in [verify.as_json(found)] if as_json else verify.lines(found):
         print(line)
     if found.damage:
@@ -145,22 +155,16 @@ def _clean(
     clean(run_dir, yes)
 
 
-@tools_app.command()
-def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or hub id.")],
-    temperature: Annotated[float, typer.Option(help="Above 0; lower is more predictable.")] = 0.7,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
-    multi_turn: Annotated[bool, typer.Option("--multi-turn", help="Let the model see the earlier turns.")] = False,
-    seed: Annotated[int | None, typer.Option(help="For the same answers again.", show_default=False)] = None,
-) -> None:
-    """Talk to a model, line by line.
+@tools_app.command("schema")
+def _schema() -> None:
+    """Print the JSON schema of recipes, by which editors complete and check them.
 
-    Lines are typed, until ctrl-d, or piped in. Each opens a new conversation unless --multi-turn is given.
+    The first line of a recipe tells an editor with a YAML language server where the schema lies: after
+    `rlhf schema > rlhf.schema.json` write `# yaml-language-server: $schema=rlhf.schema.json`. `rlhf init` does both.
     """
-    options = ["--temperature", str(temperature), "--max-new-tokens", str(max_new_tokens)]
-    options += ["--multi-turn"] if multi_turn else []
-    options += ["--seed", str(seed)] if seed is not None else []
-    become("rlhf.stages.chat", [model, *options])
+    from rlhf.pipeline.schema import as_text
+
+    print(as_text())
 
 
 def become(module: str, arguments: list[str]) -> None:

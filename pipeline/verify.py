@@ -1,7 +1,7 @@
 """`rlhf verify RUN`: are the files of a run what they were when they were sealed or saved? Nothing is changed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.pipeline.lock import in_use
 from rlhf.pipeline.summary import read_summary
 from rlhf.pipeline.tables import size_text
-from rlhf.stages.artifact import BESIDE, RESULTS, STAGES, Artifact, is_temporary, result_files
+from rlhf.stages.artifact import BESIDE, OF_PEOPLE, RESULTS, STEPS, Artifact, is_temporary, result_files
 from rlhf.stages.checkpoints import Incomplete, read_checkpoint
 
 
@@ -39,8 +39,11 @@ class Found:
     """What was not looked at."""
 
 
-def verify(run_dir: Path) -> Found:
-    """Hash every file of every sealed stage and of every checkpoint. Raises SettingsError for what is no run folder."""
+def verify(run_dir: Path, tell: Callable[[str], None] = lambda text: None) -> Found:
+    """Hash every file of every sealed stage and of every checkpoint; `tell` is told how far it is.
+
+    Raises SettingsError for what is no run folder.
+    """
     folders = stage_folders(run_dir)
     if not (run_dir / "summary.json").is_file() and not folders:
         raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
@@ -49,7 +52,8 @@ def verify(run_dir: Path) -> Found:
     working = in_use(run_dir)
     if working:
         found.notes.append("a run is working here: its checkpoints change, and are not looked at")
-    for folder in folders:
+    for number, folder in enumerate(folders, 1):
+        tell(f"hashing {folder.name} ({number} of {len(folders)})")
         found.foreign += [f"{folder.name}/{path.name}" for path in strangers(folder)]
         if Artifact(folder).sealed:
             _artifact(folder, found)
@@ -60,7 +64,7 @@ def verify(run_dir: Path) -> Found:
 
 def stage_folders(run_dir: Path) -> list[Path]:
     """The folders of stages, finished or not, in order."""
-    found = [path for stage in STAGES for path in sorted(run_dir.glob(f"{stage}-{'[0-9a-f]' * 8}"))]
+    found = [path for stage in STEPS for path in sorted(run_dir.glob(f"{stage}-{'[0-9a-f]' * 8}"))]
     return [path for path in found if path.is_dir()]
 
 
@@ -68,7 +72,9 @@ def strangers(folder: Path) -> list[Path]:
     """What lies in a stage's folder and is not ours."""
     names = (*RESULTS, *BESIDE)
     return [
-        path for path in sorted(folder.iterdir()) if path.name not in names and not is_temporary(path, folder, names)
+        path
+        for path in sorted(folder.iterdir())
+        if path.name not in (*names, *OF_PEOPLE) and not is_temporary(path, folder, names)
     ]
 
 

@@ -32,6 +32,8 @@ STEPS = ("pretrain", "sft", "feedback", "reward", "ppo")
 """What a run goes through, in order: the stages, and between them what leaves a folder of the same kind."""
 STORE = "feedback.sqlite"
 """In the folder of a feedback step: the store, which is not sealed, since people may rate on."""
+CANDIDATES = "candidates.sqlite"
+"""Beside it, where prompts are chosen by their answers: the store of all answers."""
 OF_PEOPLE = (STORE, f"{STORE}-wal", f"{STORE}-shm")
 """What is never deleted."""
 TRACKER_FOLDER = "logs"
@@ -44,8 +46,8 @@ RESULTS = (
 what else lies in a stage's folder is somebody's, and neither sealed nor touched."""
 _OURS_WHOLE = ("checkpoints", "model", "adapter", "critic", "ema")
 BESIDE = (
-    "manifest.json", "status.json", "error.log", "sampled.jsonl", f"{STORE}.replies.jsonl", "checkpoints", "profile",
-    TRACKER_FOLDER,
+    "manifest.json", "status.json", "error.log", "sampled.jsonl", f"{STORE}.replies.jsonl", CANDIDATES,
+    f"{CANDIDATES}-wal", f"{CANDIDATES}-shm", "checkpoints", "profile", TRACKER_FOLDER,
 )  # fmt: skip
 """What else a stage writes into its folder."""
 _OF_A_TOKENIZER = (

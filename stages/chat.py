@@ -1,54 +1,246 @@
-"""Talk to a model of any stage, line by line: `python -m rlhf.stages.chat MODEL`."""
+"""Talk to one model of any stage or to several, line by line: `python -m rlhf.stages.chat MODEL …`."""
 
 import argparse
+import contextlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
-from rlhf.data.errors import RefusedError
-from rlhf.data.tokens import encode_prompt
-from rlhf.stages.engines.choice import make_engine
-from rlhf.stages.models import load_policy, load_tokenizer, num_positions
+from rlhf.data.collate import pad_examples
+from rlhf.data.errors import DataError, RefusedError
+from rlhf.data.messages import Messages
+from rlhf.data.tokens import Encoded, encode_example, encode_prompt
+from rlhf.stages.engines.stock import TransformersEngine
+from rlhf.stages.models import load_policy, load_scalar, load_tokenizer, num_positions
 from rlhf.stages.runtime import be_quiet
+
+Say = Callable[[str], None]
+"""Takes a piece of an answer, or a line with its end."""
+
+HELP = """/system TEXT   a system message for the conversation, which begins anew; without TEXT none
+/undo          take the last question and its answers back
+/new           begin anew, with the same system message
+/save FILE     write the conversation as a row of messages (JSON Lines), for each model one
+/quit          leave; ctrl-d does too. ctrl-c ends an answer"""
+
+
+class Streamed(BaseStreamer):
+    """Hands on what `generate` writes as text, piece by piece, without whitespace at either end."""
+
+    def __init__(self, decode: Callable[[list[int]], str], say: Say) -> None:
+        self.ids: list[int] = []
+        self._decode, self._say = decode, say
+        self._said = ""
+        self._begun = False
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return self._decode(self.ids).strip()
+
+    def put(self, value: Tensor) -> None:
+        """Take the next tokens; those that come first are the prompt."""
+        if not self._begun:
+            self._begun = True
+            return
+        self.ids += value.flatten().tolist()
+        text = self.text
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the rest of a letter is still to come
+            self._hand_on(text)
+
+    def end(self) -> None:
+        self._hand_on(self.text)
+
+    def _hand_on(self, text: str) -> None:
+        if text.startswith(self._said):
+            self._say(text[len(self._said) :])
+            self._said = text
+
+
+class Speaker:
+    """A model that answers."""
+
+    def __init__(self, reference: str, temperature: float, max_new_tokens: int, device: torch.device) -> None:
+        folder = Path(reference)
+        self.name = folder.absolute().parent.name if folder.is_dir() and folder.name == "model" else reference
+        self.tokenizer = load_tokenizer(reference)
+        low = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        model = load_policy(reference, self.tokenizer, torch.bfloat16 if low else torch.float32)
+        self.model = model.eval().to(device)
+        self.temperature = temperature
+        context = num_positions(model)
+        self.length = min(max_new_tokens, context // 2)
+        self.room = context - self.length
+        own = model.generation_config.eos_token_id  # chat models may end a turn with another than the tokenizer's
+        self.stops = sorted({self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None})
+
+    def answer(self, prompt: Messages, say: Say) -> "Answer":
+        """Answer the prompt, while `say` gets the text as it is made. Ctrl-C ends the answer where it is."""
+        ids = encode_prompt(self.tokenizer, prompt, max_length=self.room)
+        streamed = Streamed(lambda found: self.tokenizer.decode(found, skip_special_tokens=True), say)
+        engine = TransformersEngine(self.model, streamer=streamed)
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.generate([ids], self.length, self.temperature, self.stops, self.tokenizer.pad_token_id)
+        return Answer(streamed.text, bool(streamed.ids) and streamed.ids[-1] in self.stops)
+
+
+class Judge:
+    """A reward model that scores answers."""
+
+    def __init__(self, reference: str, device: torch.device) -> None:
+        self.tokenizer = load_tokenizer(reference)
+        self.scalar = load_scalar(reference, self.tokenizer).eval().to(device)
+        self.max_length = num_positions(self.scalar.classifier)
+        self.device = device
+
+    @torch.no_grad()
+    def score(self, prompt: Messages, answer: "Answer") -> float | None:
+        """Its score; None where the answer does not fit. One that was cut off is read without an end, as in PPO."""
+        example = encode_example(self.tokenizer, prompt, answer.text, self.max_length)
+        if example is None:
+            return None
+        if not answer.ended and len(example.input_ids) - example.prompt_length > 1:
+            example = Encoded(example.input_ids[:-1], example.prompt_length)
+        ids, mask, in_response = (x.to(self.device) for x in pad_examples([example], self.tokenizer.pad_token_id))
+        return self.scalar.pool(self.scalar(ids, mask), in_response).item()
+
+
+@dataclass
+class Answer:
+    """What a model said."""
+
+    text: str
+    ended: bool
+    """Whether the model itself ended it."""
+
+
+@dataclass
+class Conversation:
+    """Questions, and the answers of all speakers to each, who do not see each other's."""
+
+    speakers: Sequence[Speaker]
+    judge: Judge | None
+    say: Say
+    system: str | None = None
+    turns: list[tuple[str, list[Answer]]] = field(default_factory=list)
+
+    def messages(self, speaker: int) -> Messages:
+        """The conversation as that speaker, counted from 0, sees it."""
+        found = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for question, answers in self.turns:
+            found.append({"role": "user", "content": question})
+            found.append({"role": "assistant", "content": answers[speaker].text})
+        return found
+
+    def ask(self, question: str) -> None:
+        """Have everybody answer. Raises DataError where a chat template refuses the conversation."""
+        answers = []
+        for number, speaker in enumerate(self.speakers):
+            prompt = [*self.messages(number), {"role": "user", "content": question}]
+            if len(self.speakers) > 1:
+                self.say(f"[{speaker.name}]\n")
+            answers.append(answer := speaker.answer(prompt, self.say))
+            self.say("\n")
+            if self.judge is not None:
+                score = self.judge.score(prompt, answer)
+                told = "too long for the reward model" if score is None else f"{score:.3f}"
+                self.say(f"  score {told}\n")
+        self.turns.append((question, answers))
+
+    def obey(self, line: str) -> bool:
+        """Carry out a line that begins with a slash; False if it was the last one."""
+        command, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if command == "/quit":
+            return False
+        if command == "/system":
+            self.system, self.turns = rest or None, []
+            self.say("a new conversation\n")
+        elif command == "/new":
+            self.turns = []
+            self.say("a new conversation\n")
+        elif command == "/undo":
+            self.say(f"taken back: {self.turns.pop()[0]}\n" if self.turns else "there is nothing to take back\n")
+        elif command == "/save":
+            self.say(f"{self._save(rest)}\n")
+        else:
+            self.say(f"{HELP}\n" if command == "/help" else f"no command {command}; /help lists them\n")
+        return True
+
+    def _save(self, name: str) -> str:
+        if not name:
+            return "say where to: /save FILE"
+        if not self.turns:
+            return "there is nothing to save yet"
+        rows = [{"model": speaker.name, "messages": self.messages(n)} for n, speaker in enumerate(self.speakers)]
+        try:
+            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:
+            return f"{name}: {error.strerror}; choose another name"
+        return f"{name}: {len(self.turns)} questions with their answers"
+
+
+def converse(conversation: Conversation, lines: Iterator[str], typed: bool, multi_turn: bool) -> None:
+    """Answer line by line. Lines that are typed are one conversation, and those that begin with a slash commands."""
+    for line in lines:
+        if typed and line.startswith("/"):
+            if not conversation.obey(line):
+                return
+            continue
+        if not multi_turn:
+            conversation.turns = []
+        try:
+            conversation.ask(line)
+        except DataError as error:
+            if not typed:
+                raise
+            conversation.say(f"{error}\n")
 
 
 def main(arguments: list[str]) -> None:
-    """Read a line, print an answer, until the input ends; each line opens a new conversation unless --multi-turn."""
-    parser = argparse.ArgumentParser(prog="rlhf chat", description="Talk to a model, line by line.")
-    parser.add_argument("model", help="folder or hub id of a causal language model")
+    """Read a line, print an answer, until the input ends.
+
+    Lines typed at a terminal are one conversation; each that is piped in opens a new one, unless --multi-turn.
+    """
+    parser = argparse.ArgumentParser(prog="rlhf chat", description="Talk to models, line by line.")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub id of a causal language model")
+    parser.add_argument("--reward", help="folder or hub id of a reward model that scores the answers")
     parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (above 0)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens")
     parser.add_argument("--multi-turn", action="store_true", help="let the model see the earlier turns")
+    parser.add_argument("--system", help="a system message")
     parser.add_argument("--seed", type=int, default=None, help="for the same answers again")
     options = parser.parse_args(arguments)
     if options.temperature <= 0 or options.max_new_tokens < 1:
         parser.error("--temperature must be above 0 and --max-new-tokens at least 1")
+    typed = sys.stdin.isatty()
     be_quiet()
-    tokenizer = load_tokenizer(options.model)
-    model = load_policy(options.model, tokenizer).eval()
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if typed:
+        print(f"loading {', '.join(options.models)} … (/help tells the commands)", file=sys.stderr)
+    speakers = [Speaker(model, options.temperature, options.max_new_tokens, device) for model in options.models]
+    judge = None if options.reward is None else Judge(options.reward, device)
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    context = num_positions(model)
-    length = min(options.max_new_tokens, context // 2)
-    engine = make_engine(model)
-    history: list[dict[str, str]] = []
-    for line in _lines():
-        history = [*(history if options.multi_turn else []), {"role": "user", "content": line}]
-        ids = encode_prompt(tokenizer, history, max_length=context - length)
-        stops, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
-        response = engine.generate([ids], length, options.temperature, stops, pad).tokens
-        text = tokenizer.decode(response[0], skip_special_tokens=True).strip()
-        print(text, flush=True)
-        history.append({"role": "assistant", "content": text})
+    conversation = Conversation(speakers, judge, lambda text: print(text, end="", flush=True), options.system)
+    converse(conversation, _lines(typed), typed, typed or options.multi_turn)
 
 
-def _lines() -> Iterator[str]:
+def _lines(typed: bool) -> Iterator[str]:
     """Lines typed at a terminal until ctrl-d, or piped in."""
+    if typed:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # lines can be edited, and called up again
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if typed else "").strip()
         except (EOFError, KeyboardInterrupt):
             return
         if line:
@@ -59,5 +251,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except RefusedError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -10,9 +10,8 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from threading import Lock
@@ -67,13 +66,13 @@ def judge_store(
 ) -> Told:
     """Have a judge rank all prompts that it has not ranked yet; what it has ranked stays, whatever happens.
 
-    Ended early where `stop` says so, and after MAX_FAILURES prompts in a row that could not be judged.
+    Ended early after MAX_FAILURES prompts in a row that could not be judged.
     """
     rater = store.add_rater(judge.name, judge.kind)
     told, in_a_row = Told(), 0
     tasks = store.tasks(rater)
     for batch in _batches(tasks, judge.at_once):
-        if stop() or in_a_row >= MAX_FAILURES:
+        if in_a_row >= MAX_FAILURES:
             told.num_left += len(batch)
             continue
         for task, points in zip(batch, judge.points(batch), strict=True):
@@ -132,7 +131,10 @@ class ModelJudge:
         """Wins over the other answers, ties counting half; the first error where a question had no answer."""
         pairs = [(task, a, b) for task in tasks for a, b in combinations(range(len(task.answers)), 2)]
         with ThreadPoolExecutor(self.model.at_once) as pool:
-            ask = partial(pool.submit, self._first_wins)
+
+            def ask(task: Task, a: int, b: int) -> Future[float]:
+                return pool.submit(self._first_wins, task, a, b)
+
             asked = [(ask(task, a, b), ask(task, b, a)) for task, a, b in pairs]
         found: dict[int, list[float] | Exception] = {task.prompt_id: [0.0] * len(task.answers) for task in tasks}
         for (task, a, b), both in zip(pairs, asked, strict=True):

@@ -37,18 +37,22 @@ class Writer:
     """A checkpoint that writes answers, recorded in the store under `name`."""
 
     def __init__(
-        self, reference: str, name: str, device: torch.device, max_new_tokens: int, dtype: torch.dtype | None = None
+        self,
+        reference: str,
+        name: str,
+        device: torch.device,
+        max_new_tokens: int,
+        max_length: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = load_tokenizer(reference)
         model = load_policy(reference, self.tokenizer).to(device).eval()
-        context = num_positions(model)
-        self.max_new_tokens = max_new_tokens
-        self.room = context - max_new_tokens
-        if self.room < context // 4:
+        self.max_new_tokens, context = max_new_tokens, num_positions(model)
+        self.room = min(max_length or context, context) - max_new_tokens
+        if self.room < 1:
             raise SettingsError(
-                f"{name}: {max_new_tokens} new tokens leave {max(self.room, 0)} of its {context} positions for the "
-                f"prompt; give max_new_tokens {context // 2} or less"
+                f"{name}: {max_new_tokens} new tokens leave no room for a prompt in its {context} positions; give fewer"
             )
         self._engine = make_engine(model, dtype=dtype, compiled=True)
 
@@ -204,7 +208,7 @@ def main(arguments: list[str]) -> None:
 
     @cache
     def writers() -> list[Writer]:
-        return [Writer(model, model, device, options.max_new_tokens, low_precision(device)) for model in options.models]
+        return [Writer(m, m, device, options.max_new_tokens, dtype=low_precision(device)) for m in options.models]
 
     told = Filled()
     with Store.open(options.store) if options.store.exists() else Store.create(options.store) as store:

@@ -165,6 +165,20 @@ def test_every_command_of_the_readme_runs(home: Path) -> None:
     assert os.path.exists(home / "runs" / "only-sft" / "summary.json")
 
 
+def test_what_init_writes_for_a_strangers_files_runs_without_an_edit(tmp_path: Path) -> None:
+    heroes = ("fox", "cat", "dog", "bear", "duck", "goat", "king", "wolf")
+    write(tmp_path / "answers.jsonl", [{"prompt": f"Who is {h}?", "response": f"A {h}."} for h in heroes])
+    write(tmp_path / "pairs.jsonl", [{"prompt": f"Who is {h}?", "chosen": f"A {h}.", "rejected": "No"} for h in heroes])
+    (tmp_path / "story.txt").write_text("To be, or not to be: that is the question. " * 30)
+    small = ("pretrain.hidden_size=16", "pretrain.num_layers=1", "pretrain.num_steps=2", "ppo.num_iterations=2")
+    rlhf("init", "own", cwd=tmp_path)
+    rlhf("run", "own.yaml", *small, "ppo.rollout_batch_size=8", "ppo.max_new_tokens=8", cwd=tmp_path)
+    assert {stage: entry["status"] for stage, entry in summary(tmp_path / "runs" / "own").items()} == dict.fromkeys(
+        ("pretrain", "sft", "reward", "ppo"), "done"
+    )
+    assert "rlhf chat runs/own" in rlhf(cwd=tmp_path).stdout
+
+
 def test_a_stage_of_two_processes_makes_the_figures_of_one(home: Path) -> None:
     """SFT; the next test but one above starts PPO so, tests/faults/test_ranks.py pretraining."""
     shutil.copytree(home / "runs" / "demo", home / "runs" / "two")

@@ -9,7 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["data", "stages", "pipeline", "recipes"]
-HEAVY = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "matplotlib", "pandas"}
+HEAVY = {
+    "starlette",
+    "uvicorn",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "matplotlib",
+    "pandas",
+}
 # Nothing but what is installed may be found.
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 

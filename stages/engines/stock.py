@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from rlhf.data.collate import pad_left, response_mask
 from rlhf.stages.engines import Responses, no_responses
@@ -12,11 +13,13 @@ class TransformersEngine:
     """Samples from `model` by `generate`.
 
     Nothing of a checkpoint's generation_config (top-k, top-p, penalties …) takes part. `batch_size` prompts are
-    answered at a time, all by default.
+    answered at a time, all by default. A `streamer` is handed the tokens of a single prompt as they are drawn.
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int | None = None) -> None:
-        self.model, self.batch_size = model, batch_size
+    def __init__(
+        self, model: PreTrainedModel, batch_size: int | None = None, streamer: BaseStreamer | None = None
+    ) -> None:
+        self.model, self.batch_size, self.streamer = model, batch_size, streamer
 
     @torch.no_grad()
     def generate(
@@ -56,7 +59,7 @@ class TransformersEngine:
         try:  # filled in from the model's own
             whole = self.model.generate(
                 input_ids=ids, attention_mask=mask.long(), generation_config=config,
-                logits_processor=LogitsProcessorList([law]),
+                logits_processor=LogitsProcessorList([law]), streamer=self.streamer,
             )  # fmt: skip
         finally:
             self.model.generation_config = kept

@@ -30,8 +30,9 @@ class RewardSettings(StageSettings):
 
     model: str | None = None
     """Folder or hub id of the backbone; the sft stage's model by default. A reward model keeps its head."""
-    data: Source
-    """Rankings: rows with chosen and rejected, or K responses with their ranks."""
+    data: Source | None = None
+    """Rankings: rows with chosen and rejected, or K responses with their ranks; those of the feedback step by
+    default."""
     eval_data: Source | None = None
     """Rankings for the held-out accuracy; by default a share of the prompts is held out."""
     judge: str | None = None

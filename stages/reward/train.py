@@ -272,6 +272,7 @@ def normaliser(run: Runtime[RewardSettings], model: ScalarModel, data: list[Rank
 def read_rows(run: Runtime[RewardSettings]) -> tuple[list[Ranking], list[Ranking]]:
     """Training and held-out rankings."""
     settings = run.settings
+    assert settings.data is not None  # the pipeline fills it in
     keep_ties = settings.ties == "soft" or settings.judge is not None  # a judge ranks anew
     rows = read_rankings(settings.data, settings.max_dropped, keep_ties).rows
     given = read_rankings(settings.eval_data, settings.max_dropped, keep_ties).rows if settings.eval_data else None

@@ -15,7 +15,7 @@ from trl import SFTConfig
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
 from rlhf.data.tokens import EncodedRows, encode_example
-from rlhf.stages.adapters import lora_config
+from rlhf.stages.adapters import lora_config, save_adapter
 from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import check_positions, hand_over, load_policy, load_tokenizer, save_folder
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory
@@ -60,11 +60,17 @@ def train(folder: str | Path) -> dict[str, Any]:
     eval_loss = evaluate()
     run.log(num_steps, {"eval_loss": eval_loss}, force=True)
     with run.whole(trained) as whole:
-        run.on_main(
-            lambda: save_folder(folder / "model", whole.merge_and_unload() if settings.lora else whole, tokenizer)
-        )
+        run.on_main(lambda: save(folder, whole, settings, tokenizer))
     metrics = {"eval_loss": eval_loss, "base_eval_loss": base_eval_loss, "num_demonstrations": len(encoded)}
     return run.finish(metrics, hand_over(tokenizer, model))
+
+
+def save(folder: Path, model: Any, settings: SFTSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the model; an adapter is merged, and lies beside."""
+    if settings.lora:
+        save_adapter(folder / "adapter", model.get_base_model())
+        model = model.merge_and_unload()
+    save_folder(folder / "model", model, tokenizer)
 
 
 def read_rows(run: Runtime[SFTSettings]) -> tuple[list[Demonstration], list[Demonstration]]:

@@ -51,8 +51,8 @@ def test_help_lists_the_commands_in_the_order_in_which_they_are_wanted(rlhf: Cal
     code, out, _ = rlhf("--help")
     listed = [line.split()[0] for line in out[out.index("Commands:") :].splitlines()[1:] if line[2:3].strip()]
     assert (code, listed) == (0, [
-        "run", "plan", "status", "pretrain", "sft", "reward", "ppo", "eval", "report", "estimate", "verify", "clean",
-        "chat", "data",
+        "init", "run", "follow", "plan", "status", "pretrain", "sft", "reward", "ppo", "eval", "report", "estimate",
+        "verify", "clean", "schema", "chat", "export", "sample", "judge", "rank", "data",
     ])  # fmt: skip
 
 

@@ -1,0 +1,44 @@
+"""Where to begin: `rlhf init`."""
+
+from typing import Annotated
+
+import typer
+
+from rlhf.pipeline.tables import show_table
+
+start_app = typer.Typer()
+
+
+@start_app.command("init")
+def _init(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to call the recipe: NAME.yaml is written.")],
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILES …",
+            help="Files, folders, hub ids or module:function; by default the data files of this folder.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Start from this model, a folder or hub id, instead of from raw text."),
+    ] = None,
+) -> None:
+    """Write a commented recipe for your files.
+
+    What a file holds (raw text, demonstrations, preferences or prompts) is told from its first rows. The recipe has the
+    stages that can run from them, with sizes for this machine, and every important setting with what it means. Nothing
+    is written over.
+    """
+    from rlhf.pipeline.init import init
+    from rlhf.pipeline.progress import waiting
+
+    with waiting("looking at the files") as tell:
+        written = init(name, files or [], model, tell)
+    show_table(("file", "holds", "used as"), written.files)
+    for place, why in written.left.items():
+        print(f"left out: {place}: {why}")
+    recipe = written.recipe
+    print(f"{recipe}: {', '.join(written.stages)}")
+    print(f"next: rlhf estimate {recipe} (memory and time), then rlhf run {recipe}")

@@ -1,0 +1,1 @@
+"""Several answers to each prompt, ranked by people or by a judge."""

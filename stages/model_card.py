@@ -1,0 +1,136 @@
+"""The README.md of a model that is handed to others: what it was made from, as the manifests say. No torch."""
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhf.data.files import suffixes
+from rlhf.stages.artifact import Artifact
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_DOES = {
+    "pretrain": "A base model, trained on raw text",
+    "sft": "A language model, fine-tuned on demonstrations",
+    "reward": "A reward model, trained on ranked answers",
+    "ppo": "A language model, improved with PPO against a reward model",
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """One stage of a model's past."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def stage(self) -> str:
+        stage: str = self.manifest["stage"]
+        return stage
+
+    @property
+    def origin(self) -> str:
+        """What it started from, and for PPO the reward model."""
+        models = [str(self.settings.get(name) or "") for name in ("model", "reward_model")]
+        told = [model if is_hub_id(model) else Path(model).parent.name for model in models if model]
+        return ", ".join(told) or "new"
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Its final metrics, those that are numbers."""
+        found: dict[str, Any] = self.manifest["metrics"]
+        return {n: v for n, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+    @property
+    def data(self) -> list[str]:
+        """What its rows were read from: hub ids and functions as they are, of what lies here the name alone."""
+        given = self.settings.get("data") or []
+        return [_told(source["path"]) for source in (given if isinstance(given, list) else [given])]
+
+
+def past(model: Path) -> list[Made]:
+    """The stages that made a model, the last one first; none where its folder is no stage's."""
+    found: list[Made] = []
+    while model.name == "model" and (artifact := Artifact(model.parent)).sealed:
+        settings: Any = OmegaConf.to_container(OmegaConf.load(artifact.folder / "settings.yaml"))
+        found.append(Made(artifact.folder, artifact.manifest, settings))
+        before = Path(settings.get("model") or "")
+        if not before.is_dir():  # the run was moved as a whole
+            before = artifact.folder.parent / before.parent.name / before.name
+        model = before
+    return found
+
+
+def base_of(stages: list[Made], reference: str) -> str | None:
+    """The hub id that a model was made from, if it was."""
+    named = str(stages[-1].settings.get("model") or "") if stages else reference
+    return named if is_hub_id(named) else None
+
+
+def is_hub_id(reference: str) -> bool:
+    """Whether it can be an id of the hub, and is nothing that lies here."""
+    known = suffixes(Path(reference))[0] != ""
+    return _HUB_ID.fullmatch(reference) is not None and not known and not Path(reference).exists()
+
+
+def card(name: str, reference: str, is_reward: bool, is_adapter: bool, notes: list[str]) -> str:
+    """The card of the model at `reference`, called `name`; `notes` are sentences on how it is loaded."""
+    stages = past(Path(reference))
+    base = base_of(stages, reference)
+    stage = stages[0].stage if stages else None
+    sets = sorted({told for made in stages for told in made.data if is_hub_id(told)})
+    tags = ["rlhf", "rlhf-toolkit", *([stage] if stage else []), *(["lora"] if is_adapter else [])]
+    about: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-classification" if is_reward else "text-generation",
+        "tags": tags,
+    }
+    about |= {"base_model": base} if base else {}
+    about |= {"datasets": sets} if sets else {}
+    about["rlhf_toolkit"] = {"version": _version()}
+    if stages:
+        about["rlhf_toolkit"] |= {"stage": stage, "key": stages[0].manifest["key"], "metrics": stages[0].figures}
+    lines = [
+        "---",
+        OmegaConf.to_yaml(OmegaConf.create(about)).rstrip(),
+        "# license: for you to choose, as the base model and the data allow",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"{_DOES.get(stage or '', 'A model')}, exported with RLHF Toolkit {_version()}.",
+        *(f"\n{note}" for note in notes),
+    ]
+    if stages:
+        lines += ["", "## How it was made", "", "| stage | key | from | data |", "|---|---|---|---|"]
+        for made in reversed(stages):
+            key, data = made.manifest["key"][:8], ", ".join(made.data)
+            lines.append(f"| {made.stage} | `{key}` | {made.origin} | {data} |")
+        versions = stages[0].manifest["made_with"]["versions"]
+        lines += ["", f"With {', '.join(f'{library} {number}' for library, number in versions.items())}."]
+        lines += ["", "## Figures", "", "| | |", "|---|---|"]
+        lines += [f"| {metric} | {value:.4g} |" for metric, value in stages[0].figures.items()]
+    lines += [
+        "",
+        "## License",
+        "",
+        "To be chosen by who publishes it; base model and data set bounds to the choice.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _told(path: str) -> str:
+    return path if is_hub_id(path) or ":" in path else Path(path).name
+
+
+def _version() -> str:
+    try:
+        return version("rlhf-toolkit")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,182 @@
+"""`rlhf init`: which recipe comes of which files, and what is said of the others."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipeline_world import write_rows
+
+from rlhf.pipeline import init as init_module
+from rlhf.pipeline.recipe import Recipe, load_recipe
+
+Call = Callable[..., tuple[int, str, str]]
+NAMES = ("fox", "cat", "dog", "bear")
+DEMONSTRATIONS = [{"prompt": f"Who is {name}?", "response": f"A {name}."} for name in NAMES]
+RANKINGS = [{"prompt": f"Who is {name}?", "chosen": f"A {name}.", "rejected": "No."} for name in NAMES]
+PROMPTS = [{"prompt": f"Where is {name}?"} for name in NAMES]
+TEXT = "To be, or not to be: that is the question. " * 60
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory of a machine without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init_module, "visible_gpus", lambda: 0)
+    return tmp_path
+
+
+def recipe() -> Recipe:
+    return load_recipe("mine.yaml")
+
+
+def sections() -> dict[str, Any]:
+    loaded = recipe()
+    return {stage: loaded.section(stage) for stage in loaded.stages}
+
+
+def test_files_of_all_four_kinds_become_all_four_stages(here: Path, rlhf: Call) -> None:
+    Path("story.txt").write_text(TEXT)
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    write_rows(here / "asked.jsonl", PROMPTS)
+    code, out, err = rlhf("init", "mine")
+    assert (code, err) == (0, "")
+    found = sections()
+    assert {stage: section.sources()["data"].path for stage, section in found.items()} == {
+        "pretrain": "story.txt", "sft": "demos.jsonl", "reward": "pairs.jsonl", "ppo": "asked.jsonl",
+    }  # fmt: skip
+    assert {getattr(section, "model", None) for section in found.values()} == {None}
+    assert "mine.yaml: pretrain, sft, reward, ppo" in out
+    assert ["demos.jsonl", "demonstrations: 4 rows (prompt, response)", "sft.data"] in [
+        [cell.strip() for cell in line.split("  ") if cell] for line in out.splitlines()
+    ]
+
+
+def test_every_setting_that_it_writes_stands_below_what_it_means(here: Path, rlhf: Call) -> None:
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    rlhf("init", "mine")
+    lines = Path("mine.yaml").read_text().splitlines()
+    settings = [number for number, line in enumerate(lines) if ": " in line and not line.lstrip().startswith("#")]
+    assert len(settings) > 15
+    assert all(lines[number - 1].lstrip().startswith("# ") for number in settings)
+    assert lines[lines.index("  kl_coef: 0.05") - 1] == "  # Weight of the KL to the reference."
+
+
+def test_without_raw_text_the_first_stage_starts_from_a_model_and_rankings_give_the_prompts(
+    here: Path, rlhf: Call
+) -> None:
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    rlhf("init", "mine")
+    found = recipe()
+    assert found.stages == ["reward", "ppo"]
+    assert found.reward is not None
+    assert found.ppo is not None
+    assert found.reward.model == found.ppo.model == init_module.START_MODELS[False]
+    assert found.ppo.data.path == "pairs.jsonl"
+    rlhf("init", "other", "pairs.jsonl", "--model", "owner/name")
+    assert "model: owner/name" in Path("other.yaml").read_text()
+
+
+def test_a_gpu_gives_larger_sizes_and_another_model(here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init_module, "visible_gpus", lambda: 2)
+    Path("story.txt").write_text(TEXT)
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    rlhf("init", "mine")
+    found = recipe()
+    assert found.pretrain is not None
+    assert (found.pretrain.hidden_size, found.pretrain.compile) == (768, True)
+    rlhf("init", "other", "demos.jsonl")
+    assert "model: Qwen/Qwen3-0.6B" in Path("other.yaml").read_text()
+
+
+def test_what_is_read_as_nothing_is_named_with_the_cure(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    write_rows(here / "odd.jsonl", [{"foo": 1}])
+    Path("empty.jsonl").write_text("")
+    write_rows(here / "both.jsonl", [{"question": "a", "answer": "b", "instruction": "c", "output": "d"}])
+    code, out, _ = rlhf("init", "mine")
+    assert code == 0
+    told = {line.split(": ")[1]: line for line in out.splitlines() if line.startswith("left out: ")}
+    assert "columns found: foo" in told["odd.jsonl"]
+    assert "rlhf data check odd.jsonl --as KIND --map NAME=COLUMN" in told["odd.jsonl"]
+    assert "it is empty" in told["empty.jsonl"]
+    assert "can be read in several ways" in told["both.jsonl"]
+    assert "{path: both.jsonl, format: …}" in told["both.jsonl"]
+    assert "#   odd.jsonl: nothing that is known" in Path("mine.yaml").read_text()
+    assert recipe().stages == ["sft"]
+
+
+def test_nothing_to_run_is_refused_and_nothing_is_written(here: Path, rlhf: Call) -> None:
+    write_rows(here / "asked.jsonl", PROMPTS)
+    code, out, err = rlhf("init", "mine")
+    assert (code, out) == (2, "")
+    assert "no stage can run from what lies here" in err
+    assert "ppo: there is no reward" in err
+    assert os.listdir(here) == ["asked.jsonl"]
+
+
+def test_nothing_is_written_over(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    Path("mine.yaml").write_text("mine")
+    Path("folder").mkdir()
+    assert "mine.yaml: is there already" in rlhf("init", "mine")[2]
+    assert "rlhf init my-run folder" in rlhf("init", "folder")[2]
+    assert Path("mine.yaml").read_text() == "mine"
+
+
+def test_a_folder_of_one_kind_is_one_source_and_one_of_several_is_taken_apart(here: Path, rlhf: Call) -> None:
+    for name in ("same", "mixed"):
+        Path(name).mkdir()
+        write_rows(here / name / "a.jsonl", DEMONSTRATIONS)
+    write_rows(here / "same" / "b.jsonl", DEMONSTRATIONS)
+    write_rows(here / "mixed" / "b.jsonl", RANKINGS)
+    rlhf("init", "mine", "same")
+    assert sections()["sft"].data.path == "same"
+    rlhf("init", "other", "mixed")
+    assert "data: mixed/a.jsonl" in Path("other.yaml").read_text()
+
+
+def test_a_name_that_says_so_makes_a_file_the_evaluations(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    write_rows(here / "demos_test.jsonl", DEMONSTRATIONS)
+    rlhf("init", "mine")
+    found = sections()["sft"]
+    assert (found.data.path, found.eval_data.path) == ("demos.jsonl", "demos_test.jsonl")
+    rlhf("init", "alone", "demos_test.jsonl")
+    assert "  data: demos_test.jsonl" in Path("alone.yaml").read_text()
+
+
+def test_unusable_rows_are_allowed_for_aloud(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", [*DEMONSTRATIONS * 6, {"prompt": "unanswered"}])
+    _, out, _ = rlhf("init", "mine")
+    assert "25 rows, 1 of them unusable" in out
+    assert sections()["sft"].max_dropped == pytest.approx(0.09)  # twice 1 of 25, rounded up
+
+
+def test_lengths_follow_the_rows(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    rlhf("init", "mine")
+    long = [row | {"response": "many words " * 60} for row in DEMONSTRATIONS]
+    write_rows(here / "long.jsonl", long)
+    rlhf("init", "other", "long.jsonl")
+    assert sections()["sft"].max_length == 64
+    assert "max_length: 256" in Path("other.yaml").read_text()  # 660 characters, three to a token
+
+
+def test_the_schema_that_the_recipe_names_lies_beside_it(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    rlhf("init", "mine")
+    first = Path("mine.yaml").read_text().splitlines()[0]
+    name = first.removeprefix("# yaml-language-server: $schema=")
+    assert json.loads(Path(name).read_text())["title"] == "A recipe of RLHF Toolkit"
+
+
+def test_odd_names_of_files_survive(here: Path, rlhf: Call) -> None:
+    for name in ("a: b #1.jsonl", "${seed}.jsonl", "狐狸 'x'.jsonl"):
+        write_rows(here / name, DEMONSTRATIONS)
+        Path("mine.yaml").unlink(missing_ok=True)
+        assert rlhf("init", "mine", name)[0] == 0
+        assert sections()["sft"].data.path == name
