@@ -1,8 +1,8 @@
 """What a second round of feedback gains: the demo in two rounds over several seeds, its judge in the place of people.
 
-    python benchmarks/demo_rounds.py                 three seeds, fresh run folders, about fifteen minutes on two cores
+    python benchmarks/demo_rounds.py                 three seeds, fresh run folders
     python benchmarks/demo_rounds.py --seeds 0       others
-    python benchmarks/demo_rounds.py key=value …     with settings changed
+    python benchmarks/demo_rounds.py --set key=value …  with settings changed
 
 Prints a line per seed and round; exits 1 unless the last round ends with a higher true quality than the first for every
 seed, and every run within six minutes. Nothing else should run meanwhile.
@@ -53,14 +53,14 @@ def lines(seed: int, rounds: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the recipe to change")
-    options = parser.parse_intermixed_args()
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="settings of the recipe to change")
+    options = parser.parse_args()
     print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print("".join(f"{name:>13}" for name in COLUMNS))
     good = True
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as name:
-            rounds, seconds = run_once(seed, Path(name) / "run", options.settings)
+            rounds, seconds = run_once(seed, Path(name) / "run", options.set)
         for row in lines(seed, rounds):
             print("".join(f"{cell:>13}" for cell in row), flush=True)
         first, last = (rounds[place]["ppo"]["metrics"]["true_quality"] for place in (0, -1))

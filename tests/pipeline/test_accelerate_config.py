@@ -54,7 +54,7 @@ def test_one_config_and_number_for_all_stages_or_one_per_stage(world: Path) -> N
         ("num_processes={rewards: 1}", "num_processes: no stage 'rewards'; did you mean 'reward'"),
         ("accelerate_config=3", "accelerate_config: 3 names no accelerate config; give a file, or the name"),
         ("accelerate_config={ppo: null}", "accelerate_config: ppo: None names no"),
-        ("accelerate_config={critic: ddp}", "accelerate_config: no stage 'critic'; there are ppo, pretrain"),
+        ("accelerate_config={critic: ddp}", "accelerate_config: no stage 'critic'; there are feedback, ppo, pretrain"),
         ("stop_hung_after=0", "stop_hung_after: input should be greater than 0"),
         ("sft.stop_hung_after=-1", "sft.stop_hung_after: input should be greater than 0"),
     ],
