@@ -78,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden: list[Tensor] = []
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
-        for start in range(0, len(tokens), ctx.size):
+        for start in range(0, max(len(tokens), 1), ctx.size):  # no tokens are one piece too
             rows = slice(start, start + ctx.size)
             states = hidden[rows]
             logits = products(states, head if hidden.is_cuda else weight) if ctx.kept is None else ctx.kept

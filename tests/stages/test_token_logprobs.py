@@ -57,6 +57,14 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
 
 
+def test_no_tokens_at_all_give_no_gradient() -> None:
+    hidden, weight, _ = inputs()
+    logprobs, _ = token_logprobs(hidden[:0], weight, None, TOKENS[:0], (1.0, None, 1.0), False, 2)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight, _ = inputs()
     token_logprobs(hidden, weight.detach(), None, TOKENS, (1.0, None, 1.0), False, 2)[0].sum().backward()
