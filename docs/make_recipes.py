@@ -4,11 +4,11 @@ from pathlib import Path
 
 from rlhf.data.sources import Source, TextSource
 from rlhf.pipeline.recipe import Recipe
-from rlhf.stages.feedback.config import FeedbackSettings, JudgeFrom
+from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.ppo.config import PPOSettings, RewardSpec, RolloutSettings
 from rlhf.stages.pretrain.config import PretrainSettings
-from rlhf.stages.reward.config import AnswersFrom, RewardSettings
-from rlhf.stages.settings import LoraSettings, Settings, StageSettings, meaning
+from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.settings import LoraSettings, ServedModel, Settings, StageSettings, meaning
 from rlhf.stages.sft.config import SFTSettings
 
 PAGE = Path(__file__).parent / "recipes.md"
@@ -33,8 +33,7 @@ SECTIONS = (
     ("ppo", PPOSettings, StageSettings.model_fields),
     ("Each of `ppo.rewards`", RewardSpec, ()),
     ("`ppo.rollout`", RolloutSettings, ()),
-    ("`answers_from` (of reward)", AnswersFrom, ()),
-    ("`judge_from` (of feedback)", JudgeFrom, ()),
+    ("`answers_from` (of reward) and `judge_from` (of feedback)", ServedModel, ()),
     ("`lora` (of sft, reward and ppo)", LoraSettings, ()),
     ("A source of rows (`data`, `eval_data`)", Source, ()),
     ("A source of text among several (`pretrain.data`), besides these", TextSource, Source.model_fields),

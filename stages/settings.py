@@ -66,6 +66,17 @@ def tracker_is_installed(name: str) -> bool:
     return any(spec is not None and spec.origin is not None for spec in specs)
 
 
+class ServedModel(Settings):
+    """A model behind an OpenAI-compatible server."""
+
+    url: str
+    """Address of the server, such as http://127.0.0.1:8000; it is not in the key, as the model is."""
+    model: str
+    """The model, by the server's name for it."""
+    key_variable: str | None = None
+    """Environment variable that holds the server's API key, if it wants one."""
+
+
 class LoraSettings(Settings):
     """Low-rank adapters (Hu et al. 2021, through PEFT)."""
 

@@ -72,7 +72,7 @@ class Sessions:
         return self._raters.get(who)
 
     def csrf(self, cookie: str) -> str:
-        """What forms of this session carry, and other people's pages cannot know."""
+        """What forms that a rater is given carry, and other people's pages cannot know."""
         return self._sign("csrf", cookie)
 
     def _sign(self, *words: str) -> str:

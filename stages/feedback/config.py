@@ -6,23 +6,12 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf.data.feedback.resolve import Rule, Who
 from rlhf.data.sources import Source
-from rlhf.stages.settings import Settings, StageSettings
+from rlhf.stages.settings import ServedModel, StageSettings
 
 RANKINGS = "rankings.jsonl"
 """In the step's folder: what came of it, rankings of all rounds so far."""
 OF_RATING = ("target", "rule", "raters")
 """Settings that change what becomes of the answers, and not the answers."""
-
-
-class JudgeFrom(Settings):
-    """A model behind an OpenAI-compatible server that judges."""
-
-    url: str
-    """Address of the server, such as http://127.0.0.1:8000; it is not in the key, as the model is."""
-    model: str
-    """The model, by the server's name for it."""
-    key_variable: str | None = None
-    """Environment variable that holds the server's API key, if it wants one."""
 
 
 class FeedbackSettings(StageSettings):
@@ -53,7 +42,7 @@ class FeedbackSettings(StageSettings):
     judge: str | None = None
     """module:function (prompts, responses) -> qualities that ranks the answers. It is not taken over from the recipe's
     top: without a judge, people rank."""
-    judge_from: JudgeFrom | None = None
+    judge_from: ServedModel | None = None
     """A model behind a server that ranks them: every pair is shown in both orders, and tied where it does not name the
     same answer both times."""
     target: int = Field(1, ge=1)

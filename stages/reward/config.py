@@ -5,18 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import LoraSettings, Settings, StageSettings
-
-
-class AnswersFrom(Settings):
-    """A model behind an OpenAI-compatible server."""
-
-    url: str
-    """Address of the server, such as http://127.0.0.1:8000; it is not in the key, as the model is."""
-    model: str
-    """The model, by the server's name for it."""
-    key_variable: str | None = None
-    """Environment variable that holds the server's API key, if it wants one."""
+from rlhf.stages.settings import LoraSettings, ServedModel, StageSettings
 
 
 class RewardSettings(StageSettings):
@@ -39,7 +28,7 @@ class RewardSettings(StageSettings):
     """module:function (prompts, responses) -> qualities; ranks sampled answers and gives noiseless held-out ranks."""
     num_sampled_answers: int = Field(0, ge=0)
     """Answers per prompt that are sampled from the backbone and ranked by the judge with the written ones."""
-    answers_from: AnswersFrom | None = None
+    answers_from: ServedModel | None = None
     """Sample the answers from a model behind a server, which is sent the messages, instead of the backbone."""
     judge_noise: float = Field(0.0, ge=0, lt=1)
     """Share of the training answers that the judge grades blindly."""

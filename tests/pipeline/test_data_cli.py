@@ -11,8 +11,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from rlhf.pipeline import cli
-
 Call = Callable[..., tuple[int, str, str]]
 
 RANKINGS = [
@@ -20,19 +18,6 @@ RANKINGS = [
     {"prompt": "a", "chosen": "x", "rejected": "one two"},
     {"prompt": "b", "chosen": "x", "rejected": " x"},
 ]
-
-
-@pytest.fixture
-def rlhf(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command; (exit code, stdout, stderr)."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words)
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out, told.err
-
-    return call
 
 
 @pytest.fixture(autouse=True)

@@ -9,22 +9,8 @@ import pytest
 
 from rlhf.data.feedback.records import Answer
 from rlhf.data.feedback.store import Store
-from rlhf.pipeline import cli
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def rlhf(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command; (exit code, stdout, stderr)."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words)
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out, told.err
-
-    return call
 
 
 @pytest.fixture(autouse=True)

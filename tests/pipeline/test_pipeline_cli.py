@@ -18,19 +18,6 @@ from rlhf.pipeline import cli
 Call = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def rlhf(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command; (exit code, stdout, stderr)."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words)
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out, told.err
-
-    return call
-
-
 def test_run_shows_stages_then_a_table_then_the_report(world: Path, stages: FakeStages, rlhf: Call) -> None:
     code, out, err = rlhf("run", "recipe.yaml", "--to", "sft")
     lines = out.splitlines()
