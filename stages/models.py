@@ -211,8 +211,8 @@ class PolicyModel(nn.Module):
     """A causal language model read our way: log-probabilities of response tokens, in float32.
 
     The one place that makes log-probabilities: for the rollout's policy, the reference and the update. Logits are
-    made for response positions only, some tokens at a time and again in the backward pass, so that no more than
-    LOGITS_AT_ONCE of them are in memory. With a `value_head` (hidden size → 1, in float32) the
+    made for response positions only, LOGITS_AT_ONCE at a time, and where they are more than that, again in the
+    backward pass (`token_logprobs`). With a `value_head` (hidden size → 1, in float32) the
     same pass also reads the critic's values.
     """
 

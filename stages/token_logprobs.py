@@ -73,6 +73,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # the layers below need the room
         slopes_of = _compiled(_slopes) if ctx.compile else _slopes
         head = weight.to(hidden.dtype)
         grad_hidden: list[Tensor] = []
@@ -81,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, max(len(tokens), 1), ctx.size):  # no tokens are one piece too
             rows = slice(start, start + ctx.size)
             states = hidden[rows]
-            logits = products(states, head if hidden.is_cuda else weight) if ctx.kept is None else ctx.kept
+            logits = products(states, head if hidden.is_cuda else weight) if kept is None else kept
             of_entropy = of_entropies[rows] if ctx.with_entropy else None
             slopes = slopes_of(logits, bias, tokens[rows], ctx.law, of_logprobs[rows], of_entropy, hidden.dtype)
             grad_hidden.append(slopes @ head)

@@ -33,7 +33,8 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class StaticEngine:
-    """Samples from `model`, whose weights are read anew for every call; nothing of a call is kept but compiled code.
+    """Samples from `model`, whose weights are read anew for every call; nothing of a call is kept but compiled
+    code and, on a GPU, the memory of its graphs.
 
     `dtype` is what it computes in, the model's own by default; `batch_size` is how many rows are written at a time, all
     by default; `compiled` compiles its layers, on a GPU with Triton. Other model types than those of FAMILIES may have

@@ -153,12 +153,17 @@ def collect(
             there = reference.model.device
             work = partial(read_there, reference, rewards, episodes.to(there), cut, settings, microbatch_size)
             beside = begun(work, there)
-        for piece in cut:
-            text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
-            doing("the rollout", text[0])
-            found = read_part(policy, None if beside else reference, critic, *text, piece.num_response, settings)
-            for whole, part in zip((logprobs, ref_logprobs, entropy, values), found, strict=True):
-                whole[piece.rows, : piece.num_response] = part
+        try:
+            for piece in cut:
+                text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
+                doing("the rollout", text[0])
+                found = read_part(policy, None if beside else reference, critic, *text, piece.num_response, settings)
+                for whole, part in zip((logprobs, ref_logprobs, entropy, values), found, strict=True):
+                    whole[piece.rows, : piece.num_response] = part
+        except Exception:
+            if beside is not None:
+                beside.exception()  # what is tried again finds the second GPU at rest
+            raise
         doing("scoring", input_ids[:microbatch_size])
         if beside is not None:
             ref_logprobs, *of_models = (x.to(device) for x in beside.result())

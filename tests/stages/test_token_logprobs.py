@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import rlhf.stages.token_logprobs as module
 from rlhf.stages.token_logprobs import products, token_logprobs
 
 TOKENS = torch.tensor([3, 0, 10, 3, 7])
@@ -65,10 +66,26 @@ def test_no_tokens_at_all_give_no_gradient() -> None:
     assert not weight.grad.any()
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
+@pytest.mark.parametrize(("learns", "num_products"), [(False, 6), (True, 9)])
+def test_a_frozen_head_costs_no_product_for_its_gradient(
+    learns: bool, num_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five tokens in three pieces: a product each forward, one backward, and one for the head's own gradient."""
+    made = []
+    monkeypatch.setattr(module, "products", lambda *given: made.append(1) or products(*given))
     hidden, weight, _ = inputs()
-    token_logprobs(hidden, weight.detach(), None, TOKENS, (1.0, None, 1.0), False, 2)[0].sum().backward()
+    token_logprobs(hidden, weight.requires_grad_(learns), None, TOKENS, (1.0, None, 1.0), False, 2)[0].sum().backward()
     assert hidden.grad is not None
+    assert len(made) == num_products
+
+
+def test_logits_are_not_held_while_the_layers_below_have_their_turn() -> None:
+    hidden, weight, _ = inputs()
+    logprobs, _ = token_logprobs(hidden, weight, None, TOKENS, (1.0, None, 1.0), False, 100)
+    step: Any = logprobs.grad_fn
+    assert step.kept is not None
+    logprobs.sum().backward()
+    assert step.kept is None
 
 
 def test_products_of_16_bit_numbers_are_not_rounded_to_16_bits() -> None:
