@@ -4,6 +4,7 @@ import re
 import secrets
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -51,9 +52,10 @@ def rank(
     if add_rater is not None:
         _add_rater(store, add_rater, (url or server.address(host, port)).rstrip("/"))
         return
-    if not tokens and not is_loopback(host):
+    others = [where for where in (host, url and urlsplit(url).hostname) if where and not is_loopback(where)]
+    if others and not tokens:
         cure = f"add --tokens, and make a link for each rater: rlhf rank {store} --add-rater NAME"
-        raise SettingsError(f"--host {host}: whoever can reach this machine could rank as anybody; {cure}")
+        raise SettingsError(f"{' and '.join(others)}: whoever can reach this machine could rank as anybody; {cure}")
     if tokens and rater is not None:
         raise SettingsError("--rater goes without --tokens: with these, a rater's link says who it is")
     text = None

@@ -292,8 +292,11 @@ class Store:
         """
         with self._write():
             self._rater(rater_id)
-            query = "SELECT id, prompt_id, round FROM acts WHERE rater_id = ? AND undone_at IS NULL"
-            last = self._db.execute(f"{query} ORDER BY id DESC LIMIT 1", (rater_id,)).fetchone()
+            query = (  # what was said of an earlier round could not be said again
+                "SELECT a.id, a.prompt_id, a.round FROM acts a JOIN prompts p ON p.id = a.prompt_id "
+                "AND p.round = a.round WHERE a.rater_id = ? AND a.undone_at IS NULL ORDER BY a.id DESC LIMIT 1"
+            )
+            last = self._db.execute(query, (rater_id,)).fetchone()
             if act_id is not None and (last is None or last[0] != act_id):
                 key = assign.in_hand(self._db, rater_id)
             elif last is None:

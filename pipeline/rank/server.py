@@ -22,6 +22,8 @@ def serve(store: Path, host: str, port: int, url: str | None, options: Options, 
     port that cannot be had.
     """
     with Store.open(store) as opened, listening(host, port) as listener:
+        if options.rater is not None:
+            opened.add_rater(options.rater)  # refuses a name that cannot be one
         app = make_app(opened, secret_of(store), Hosts(host, url), options)
         where = url or address(host, listener.getsockname()[1])
         Server(app, lambda: tell(where)).run(sockets=[listener])

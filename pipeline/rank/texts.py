@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-_FENCE = re.compile(r"^ {0,3}(```+|~~~+)[ \t]*([^\s`]*)[^`\n]*$")
+_FENCE = re.compile(r"^ {0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`\n]*+$")  # never tried twice: texts are long
 _HEADING = re.compile(r"^(#{1,4})\s+(.+?)\s*#*$")
 _ITEM = re.compile(r"^\s{0,3}(?:([-*+])|\d{1,9}[.)])\s+(.*)$")
 _RULE = re.compile(r"^\s{0,3}([-*_])(\s*\1){2,}\s*$")

@@ -254,6 +254,14 @@ def test_progress_counts_what_is_left_for_a_rater_and_the_median_time(store: Sto
 # -- rounds ------------------------------------------------------------------------------------------------
 
 
+def test_undo_leaves_earlier_rounds_whose_answers_are_not_shown_any_more(store: Store) -> None:
+    prompt, anna, ids = _one(store, "q")
+    rank(store, prompt, anna, ids, [1, 2])
+    asked(store, "q", "a", "d", round=2)
+    assert store.undo(anna) is None
+    assert [(found.round, found.votes[0].ranks) for found in store.rankings()] == [(1, [1, 2])]
+
+
 def test_answers_of_a_new_round_open_the_prompt_again_and_the_old_ranking_stays(store: Store) -> None:
     prompt, anna, ids = _one(store, "q")
     rank(store, prompt, anna, ids, [1, 2])

@@ -56,6 +56,8 @@ def test_a_rater_gets_a_link_of_their_own(rlhf: Call) -> None:
         (["--instructions", "gone.md"], "--instructions gone.md: cannot be read"),
         (["--url", "rank.example.org"], "scheme and host are wanted, such as https://rank.example.org"),
         (["--url", "https://example.org/rank"], "scheme and host are wanted"),
+        (["--url", "https://example.org"], "whoever can reach this machine could rank as anybody"),
+        (["--rater", " "], "a rater's name has 1 to 100 characters"),
         (["--add-rater", " "], "a rater's name has 1 to 100 characters"),
     ],
 )

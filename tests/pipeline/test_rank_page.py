@@ -248,3 +248,9 @@ def test_the_page_is_light(page: tuple[Store, int], anna: Person) -> None:
     folder = re.findall(r"/[0-9a-f]{12}/", text)[0]
     sizes += [len(anna.get(folder + name).text) for name in scripts]
     assert sum(sizes) < 100_000
+
+
+def test_a_long_line_that_is_almost_a_fence_is_text() -> None:
+    """A pattern that tried every way to part it would not come back."""
+    line = "~" * 100_000 + "`"
+    assert "".join(block.text for block in blocks(line)) == line

@@ -103,7 +103,7 @@ def test_a_form_needs_the_session_that_it_was_made_for(page: tuple[Store, int], 
 def test_a_cookie_cannot_be_made_up(page: tuple[Store, int], anna: Person) -> None:
     [(name, value)] = anna.cookies.items()
     rater, nonce, signature = value.split(".")
-    for forged in (f"1.{nonce}.{signature}", f"{rater}.{nonce}.{signature[:-1]}", "1..", "ä", ""):
+    for forged in (f"{int(rater) + 1}.{nonce}.{signature}", f"{rater}.{nonce}.{signature[:-1]}", "1..", "ä", ""):
         assert "Who are you?" in Person(anna.port, {name: forged.encode().decode("latin-1")}).get().text
 
 
