@@ -90,7 +90,10 @@ def sort_files(paths: Sequence[str], tell: Callable[[str], None]) -> Files:
         for part, one in found.items():
             if one.kind is None:
                 files.left[part] = _cure(part, one)
-            elif _is_held_out(part) and one.kind not in files.held_out:
+            elif _is_held_out(part) and one.kind in files.held_out:
+                first = files.held_out[one.kind][0]
+                files.left[part] = f"held-out {one.kind} as in {first}, and a stage has one eval_data; join them"
+            elif _is_held_out(part):
                 files.held_out[one.kind] = (part, one)
             else:
                 files.train.setdefault(one.kind, []).append((part, one))
@@ -105,8 +108,12 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
     missing: dict[str, str] = {}
     for kind, sources in list(usable.items()):
         stage = next(stage for stage, wanted in KIND_OF.items() if wanted == kind)
-        if why := _too_little(kind, sources[0][1]):
-            missing[stage] = f"{sources[0][0]}: {why}"
+        if why := _too_little(kind, [one for _, one in sources]):
+            named = ", ".join(path for path, _ in sources)
+            if kind == "prompts":  # ppo can have others
+                files.left[named] = why
+            else:
+                missing[stage] = f"{named}: {why}"
             del usable[kind]
     if model is not None and "text" in usable:
         missing["pretrain"] = (
@@ -114,7 +121,6 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
         )
         del usable["text"]
     data = {stage: usable[kind] for stage, kind in KIND_OF.items() if kind in usable}
-    prompts = usable.get("prompts") or usable.get("preferences") or usable.get("demonstrations")
     if "pretrain" in data and "reward" in data and "sft" not in data:
         missing["reward"] = (
             "there are no demonstrations, and a model of raw text answers nothing before sft; add some, "
@@ -122,8 +128,8 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
         missing["reward"] += "or name a model that can with --model"
         del data["reward"]
     data.pop("ppo", None)
-    if "reward" in data and prompts:
-        data["ppo"] = prompts
+    if "reward" in data:
+        data["ppo"] = usable.get("prompts") or usable["preferences"]
     else:
         missing["ppo"] = "there is no reward: it takes rankings for a reward model, or ppo.reward_model or ppo.rewards"
     if "sft" not in data and "sft" not in missing:
@@ -186,13 +192,14 @@ def _one_source(kind: str, files: Files) -> list[tuple[str, Recognised]]:
     return sources[:1]
 
 
-def _too_little(kind: str, found: Recognised) -> str:
-    if not found.whole:
+def _too_little(kind: str, sources: Sequence[Recognised]) -> str:
+    if not all(found.whole for found in sources):
         return ""
     if kind == "text":
-        short = found.length < _FEWEST_CHARACTERS
-        return f"{found.length} characters are too few to pretrain on; a model needs millions" if short else ""
-    return "" if found.prompts > 1 else "one prompt alone; one to train on and one to evaluate on are needed"
+        length = sum(found.length for found in sources)
+        short = length < _FEWEST_CHARACTERS
+        return f"{length} characters are too few to pretrain on; a model needs millions" if short else ""
+    return "" if sources[0].prompts > 1 else "one prompt alone; one to train on and one to evaluate on are needed"
 
 
 def _write(path: Path, text: str) -> None:

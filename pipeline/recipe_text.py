@@ -72,7 +72,8 @@ def sections(chosen: Chosen) -> dict[str, dict[str, Any]]:
         settings["data"] = sources[0][0] if len(sources) == 1 else [path for path, _ in sources]
         if stage in chosen.held_out:
             settings["eval_data"] = chosen.held_out[stage][0]
-        if share := max(one.bad / one.rows for _, one in sources):
+        read = [*sources, *([chosen.held_out[stage]] if stage in chosen.held_out else [])]
+        if share := max(one.bad / one.rows for _, one in read):
             settings["max_dropped"] = min(round(2 * share + 0.005, 2), 0.99)
         if stage == "pretrain":
             characters = sum(one.length for _, one in sources)

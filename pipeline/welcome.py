@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import RefusedError
 from rlhf.pipeline.recipe import shipped_recipes
 from rlhf.pipeline.summary import run_status
-from rlhf.stages.artifact import STAGES
+from rlhf.stages.artifact import STEPS
 
 MOST = 5  # lines of one kind
 _STEPS = (
@@ -17,7 +17,7 @@ _STEPS = (
     ("rlhf --help", "all commands; rlhf COMMAND --help tells about one"),
     ("rlhf --install-completion", "let the shell complete them"),
 )
-_SECTION = re.compile(rf"^({'|'.join(STAGES)}):", re.MULTILINE)
+_SECTION = re.compile(rf"^({'|'.join(STEPS)}):", re.MULTILINE)
 
 
 def welcome(here: Path) -> str:
@@ -61,8 +61,8 @@ def _run(folder: Path, here: Path) -> tuple[str, str] | None:
     name = folder.relative_to(here).as_posix()
     try:
         stages = run_status(folder)
-    except SettingsError:
-        return f"rlhf verify {name}", "its summary.json is damaged"
+    except RefusedError:
+        return f"rlhf verify {name}", "it cannot be read"
     left = {stage: entry for stage, entry in stages.items() if entry["status"] != "done"}
     if not stages:
         return None

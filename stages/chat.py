@@ -18,6 +18,7 @@ from rlhf.data.messages import Messages
 from rlhf.data.tokens import Encoded, encode_example, encode_prompt
 from rlhf.stages.engines.stock import TransformersEngine
 from rlhf.stages.models import load_policy, load_scalar, load_tokenizer, num_positions
+from rlhf.stages.precision import half
 from rlhf.stages.runtime import be_quiet
 
 Say = Callable[[str], None]
@@ -70,8 +71,7 @@ class Speaker:
         folder = Path(reference)
         self.name = folder.absolute().parent.name if folder.is_dir() and folder.name == "model" else reference
         self.tokenizer = load_tokenizer(reference)
-        low = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        model = load_policy(reference, self.tokenizer, torch.bfloat16 if low else torch.float32)
+        model = load_policy(reference, self.tokenizer, half(device))
         self.model = model.eval().to(device)
         self.temperature = temperature
         context = num_positions(model)

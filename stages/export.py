@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.stages import adapters, decoder
 from rlhf.stages.disk import replace_text, swap_folder
-from rlhf.stages.model_card import base_of, card, past
+from rlhf.stages.model_card import base_of, card, is_hub_id, past
 from rlhf.stages.models import (
     ScalarModel,
     load_policy,
@@ -38,7 +38,11 @@ def export(reference: str, out: Path, dtype: str | None = None, name: str | None
     _refuse_full(out)
     source = Path(reference)
     if (source / _ADAPTER).is_file() and not (source / "config.json").is_file():
-        base = str(json.loads((source / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path"))
+        base = json.loads((source / _ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if not base:
+            raise RefusedError(
+                f"{source}: {_ADAPTER} names no base; set base_model_name_or_path there to a folder or hub id"
+            )
         tokenizer = load_tokenizer(base)
         model: PreTrainedModel | ScalarModel = adapters.merged(load_policy(base, tokenizer), source)
     else:
@@ -75,7 +79,8 @@ def export_adapter(reference: str, out: Path, name: str | None = None) -> list[s
     writing = _aside(out)
     shutil.copytree(found, writing)
     config = json.loads((writing / _ADAPTER).read_text(encoding="utf-8"))
-    config["base_model_name_or_path"] = hub or (config.get("base_model_name_or_path") if not stages else None)
+    named = None if stages else config.get("base_model_name_or_path")
+    config["base_model_name_or_path"] = hub or (named if named and is_hub_id(named) else None)
     replace_text(writing / _ADAPTER, json.dumps(config, indent=1))
     if found != source:
         read_tokenizer(reference).save_pretrained(writing)

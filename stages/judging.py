@@ -160,7 +160,10 @@ class ModelJudge:
         text = self._ask("".join(filled.get(part, part) for part in parts))
         match = _ANSWER.fullmatch(text)
         if match is None:
-            raise EndpointError(f"{self.model.endpoint.url}: {self.name} said neither A, B nor TIE but {text[:100]!r}")
+            raise EndpointError(
+                f"{self.model.endpoint.url}: {self.name} said neither A, B nor TIE but {text[:100]!r}; take another "
+                "model where that happens again"
+            )
         return {"A": 1.0, "B": 0.0, "TIE": 0.5}[match[1].upper()]
 
     def _ask(self, question: str) -> str:
@@ -201,7 +204,8 @@ def _read(path: Path) -> Iterator[tuple[tuple[str, str], str]]:
     if part:
         replace_text(path, whole.decode() + "\n" * bool(whole))
     for row in map(json.loads, whole.splitlines()):
-        yield (row["model"], row["question"]), row["reply"]
+        if _ANSWER.fullmatch(row["reply"]):  # else it is asked again
+            yield (row["model"], row["question"]), row["reply"]
 
 
 def cost(judge: Any) -> str:

@@ -21,6 +21,12 @@ def choose_precision(precision: str, stage: str) -> str:
     return {"fp32": "no", "tf32": "no"}.get(precision, precision)
 
 
+def half(device: torch.device) -> torch.dtype:
+    """What a model is read in where nothing is learned: bfloat16 where a GPU has it, else float32."""
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_it else torch.float32
+
+
 def use_precision(setting: str, autocast: str) -> str:
     """Let matrices in float32 be multiplied in TF32 where that is precise enough; what is multiplied in, in words.
 

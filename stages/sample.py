@@ -26,6 +26,7 @@ from rlhf.data.sources import Source
 from rlhf.data.tokens import encode_prompt
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import load_policy, load_tokenizer, num_positions
+from rlhf.stages.precision import half
 from rlhf.stages.runtime import be_quiet
 from rlhf.stages.signals import exit_on_signal, handled
 
@@ -180,11 +181,6 @@ def _seed(law: Law, *place: int) -> None:
     torch.manual_seed(int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "big"))
 
 
-def low_precision(device: torch.device) -> torch.dtype | None:
-    """What models sample in: bfloat16 where a GPU has it, else as they are."""
-    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else None
-
-
 def main(arguments: list[str]) -> None:
     """Sample into a store, which is made if it is not there, and say what came of it."""
     parser = argparse.ArgumentParser(prog="rlhf sample", description="Sample answers to rank.")
@@ -208,7 +204,7 @@ def main(arguments: list[str]) -> None:
 
     @cache
     def writers() -> list[Writer]:
-        return [Writer(m, m, device, options.max_new_tokens, dtype=low_precision(device)) for m in options.models]
+        return [Writer(m, m, device, options.max_new_tokens, dtype=half(device)) for m in options.models]
 
     told = Filled()
     with Store.open(options.store) if options.store.exists() else Store.create(options.store) as store:

@@ -147,6 +147,13 @@ def test_a_name_that_says_so_makes_a_file_the_evaluations(here: Path, rlhf: Call
     assert (found.data.path, found.eval_data.path) == ("demos.jsonl", "demos_test.jsonl")
     rlhf("init", "alone", "demos_test.jsonl")
     assert "  data: demos_test.jsonl" in Path("alone.yaml").read_text()
+    write_rows(here / "demos_dev.jsonl", [*DEMONSTRATIONS, {"prompt": "q"}])
+    _, told, _ = rlhf("init", "both", "demos_dev.jsonl", "demos_test.jsonl", "demos.jsonl")
+    text = Path("both.yaml").read_text()
+    assert "  data: demos.jsonl" in text  # never one that is held out
+    assert "  eval_data: demos_dev.jsonl" in text
+    assert "max_dropped" in text  # which counts the rows that are held out too
+    assert "left out: demos_test.jsonl: held-out demonstrations as in demos_dev.jsonl" in told
 
 
 def test_unusable_rows_are_allowed_for_aloud(here: Path, rlhf: Call) -> None:

@@ -38,7 +38,7 @@ def test_it_names_recipes_and_how_to_go_on_with_each_run(world: Path, stages: Fa
     assert told["rlhf run recipe.yaml"] == "pretrain, sft, reward, ppo"
     assert told["rlhf run runs/recipe/recipe.yaml --run-dir runs/recipe"] == "reward not begun; this goes on"
     assert told["rlhf chat runs/finished"] == "finished; or read runs/finished/report.html"
-    assert "damaged" in told["rlhf verify runs/broken"]
+    assert "cannot be read" in told["rlhf verify runs/broken"]
     assert not any("other.yaml" in command for command in told)
 
 

@@ -139,6 +139,9 @@ def test_what_is_no_verdict_is_a_failure_and_no_ranking(store: Store, server: Ch
     assert (told.num_judged, told.num_failed) == (1, 1)
     assert f"big said neither A, B nor TIE but {said!r}" in told.first_failure
     assert list(judged(store)) == ["two"]
+    server.say = right
+    assert asks(store, server).num_judged == 1  # what was no verdict is asked again
+    assert sorted(judged(store)) == ["one", "two"]
 
 
 def test_a_server_that_fails_ends_it_and_the_next_run_goes_on(
