@@ -54,13 +54,15 @@ class Processes:
 
     def accumulate(self, microbatches: Sequence[Rows], *models: torch.nn.Module) -> Iterator[Rows]:
         """The microbatches of a step, one after the other; gradients are reduced over processes at the last, those of
-        sharded models at each."""
+        sharded models at each, and there a process waits for the others."""
         microbatches = sharding.evenly(microbatches, *models)
         for number, microbatch in enumerate(microbatches, start=1):
             with ExitStack() as stack:
                 if number < len(microbatches):
                     for model in models:
                         stack.enter_context(self.accelerator.no_sync(model))
+                if self.num_processes > 1 and (number == len(microbatches) or self.sharding is not None):
+                    stack.enter_context(collective("gradients"))
                 yield microbatch
 
     @property

@@ -7,13 +7,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from rlhf.data.errors import Stopped
 from rlhf.stages import stopping, watchdog
+from rlhf.stages.processes import Processes
 from rlhf.stages.stopping import LOST, Stopping, Tell
 from rlhf.stages.watchdog import Place, Watchdog
 
@@ -204,3 +209,18 @@ def tell_status(folder: Path) -> Tell:
         (folder / "status.json").write_text(json.dumps({"state": state, "message": message}))
 
     return tell
+
+
+def test_a_process_waits_for_the_others_where_the_last_gradients_of_a_step_are_made(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    some(tmp_path, 2)
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cpu"), process_index=1, num_processes=2, is_main_process=False,
+        no_sync=lambda _: nullcontext(),
+    )  # fmt: skip
+    assert watchdog._current is not None
+    model = torch.nn.Linear(1, 1)
+    waits = [watchdog._current._place.waits for _ in Processes(accelerator).accumulate([[0], [1], [2]], model)]
+    assert waits == [False, False, True]
+    assert watchdog.here() == " (rank 1 of 2, in loading after step 0, last collective gradients)"
