@@ -1,0 +1,286 @@
+"""Stages on 1, 2, 4 … GPUs of one machine: weak scaling, equal curves, a 7B model spread over the cards, second GPUs.
+
+    python benchmarks/several_gpus.py scaling             pretrain 124m and PPO 1b, a copy of the model on each GPU
+    python benchmarks/several_gpus.py sharded             PPO of the 7B shape, spread over all GPUs (FSDP2)
+    python benchmarks/several_gpus.py curves [--plot SVG] the same steps on each number of GPUs: training losses
+    python benchmarks/several_gpus.py placement [1b]      scoring models on a second GPU, and sampling one step off
+    python benchmarks/several_gpus.py … --small           tiny models, and on CPUs where there is no GPU, to try it
+
+`--processes 1 2 4` says on how many; by default all of these that are there. Each line is a launch of its own, by
+`accelerate launch` with a shipped config, of a stage's own `train`, which is left after some steps. In weak scaling
+each process has the same share of a batch whatever their number; `efficiency` is the rate of a process over that of one
+alone. Rates are medians over the steps that are logged, the first left out; GiB is the highest of any process.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ppo_step import LLAMA3, SIZES, make_world
+
+PRETRAIN = {"preset": ["gpt3-125m", "llama"], "context_length": 1024, "compile": True}
+SMALL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "context_length": 64}
+ROWS = {False: 32, True: 4}
+"""Blocks of a process in a pretraining step: at full size, and of `--small`."""
+VOCABULARY = {False: 50304, True: 500}
+ROWS_LOGGED = 5
+SIZES["7b"] = {
+    "shape": {
+        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 1024,
+    },
+    "prompts": 16, "prompt_tokens": 128, "new_tokens": 256, "microbatch": 4,
+}  # fmt: skip
+SIZES["tiny"] = {
+    "shape": {**LLAMA3, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    "prompts": 8, "prompt_tokens": 8, "new_tokens": 16, "microbatch": 4,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A line of a table: a stage with settings, on so many processes."""
+
+    stage: str
+    settings: dict[str, Any]
+    processes: int
+    config: str = "ddp"
+    rows: int = ROWS_LOGGED
+    """Lines of metrics after which it is left."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("what", nargs="?", choices=("scaling", "sharded", "curves", "placement"))
+    parser.add_argument("size", nargs="?", default="1b", choices=sorted(SIZES), help="of PPO's models (placement)")
+    parser.add_argument("--processes", nargs="+", type=int, help="by default 1, 2, 4 and 8, as many as there are GPUs")
+    parser.add_argument("--small", action="store_true", help="tiny models, to try it")
+    parser.add_argument("--only", choices=("pretrain", "ppo"), help="of scaling: this stage alone")
+    parser.add_argument("--plot", type=Path, help="of curves: draw them into this SVG")
+    parser.add_argument("--child", nargs=4, metavar=("STAGE", "FOLDER", "ROWS", "ANSWER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        run_child(options.child[0], *map(Path, options.child[1::2]), num_rows=int(options.child[2]))
+        return
+    if options.what is None:
+        parser.error("say what: scaling, sharded, curves or placement")
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    processes = options.processes or [n for n in (1, 2, 4, 8) if n <= max(num_gpus, 1)]
+    name = torch.cuda.get_device_name() if num_gpus else f"{platform.machine()}, {os.cpu_count()} cores, gloo"
+    print(f"{date.today()}, {max(num_gpus, 1)} x {name}, torch {torch.__version__}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        {"scaling": scaling, "sharded": sharded, "curves": curves, "placement": placement}[options.what](
+            options, Path(folder), processes
+        )
+
+
+def scaling(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
+    """A table per stage: the rate of each number of processes, and what share of their sum it is."""
+    if options.only != "ppo":
+        table("pretrain 124m, tokens/s", [(n, measure(pretrain(home, n, options.small))) for n in processes])
+    if options.only != "pretrain":
+        size = "tiny" if options.small else "1b"
+        make_world(home / "world", size)
+        table(f"PPO {size}, samples/s", [(n, measure(ppo(home, size, n))) for n in processes])
+
+
+def table(title: str, found: list[tuple[int, dict[str, Any]]]) -> None:
+    print(f"{title}\n{'processes':>10}{'rate':>14}{'s/row':>10}{'GiB each':>10}{'efficiency':>12}", flush=True)
+    alone = found[0][1]["rate"] / found[0][0]
+    for number, one in found:
+        efficiency = one["rate"] / number / alone
+        print(f"{number:10}{one['rate']:14,.1f}{one['seconds']:10.3f}{one['gib']:10.2f}{efficiency:12.3f}", flush=True)
+
+
+def sharded(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
+    """One PPO iteration and the next of a model that one card cannot train."""
+    size, number = ("tiny" if options.small else "7b"), processes[-1]
+    make_world(home / "world", size)
+    launch = ppo(home, size, number, {"gradient_checkpointing": True, "weights": "bf16"} if size == "7b" else {})
+    found = measure(Launch("ppo", launch.settings, number, "fsdp2", rows=2))
+    print(
+        f"PPO {size}, FSDP2 on {number}: {found['seconds']:.2f} s an iteration (the first {found['first']:.1f}), "
+        f"{found['rate']:.2f} samples/s, {found['gib']:.2f} GiB on the fullest", flush=True,
+    )  # fmt: skip
+
+
+def placement(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
+    """An iteration with all roles together, with two of them on a second GPU, and with sampling one step off."""
+    size = "tiny" if options.small else options.size
+    make_world(home / "world", size)
+    asked = {
+        "together": {},
+        "second_gpu": {"placement": "second_gpu"},
+        "second_gpu, one_step_off": {"placement": "second_gpu", "rollout": {"one_step_off": True}},
+    }
+    print(f"PPO {size}\n{'':26}{'s/iteration':>12}{'rollout':>10}{'scoring':>10}{'update':>10}{'GiB':>8}", flush=True)
+    for name, more in asked.items():
+        one = measure(ppo(home, size, 1, more))
+        phases = "".join(f"{one['phases'].get(phase, 0.0):10.2f}" for phase in ("rollout", "scoring", "update"))
+        print(f"{name:26}{one['seconds']:12.2f}{phases}{one['gib']:8.2f}", flush=True)
+
+
+def curves(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
+    """Losses of the same steps on each number of processes: the largest difference, and a drawing."""
+    number = 40 if options.small else 300
+    settings = {
+        "data": {"path": "rlhf.recipes.demo_world:documents", "options": {"num": 4000}}, "vocab_size": 512,
+        **(SMALL if options.small else {"hidden_size": 384, "num_layers": 6, "num_heads": 6, "context_length": 256}),
+        "seed": 0, "global_batch_size": 64, "learning_rate": 1e-3, "num_steps": number + 1, "log_every": 1,
+        "eval_every": 1000, "save_every": 1000, "report_to": [],
+    }  # fmt: skip
+    found = {}
+    for n in processes:
+        found[n] = measure(Launch("pretrain", settings, n, rows=number))["losses"]
+        apart = max(abs(a - b) for a, b in zip(found[n], found[processes[0]], strict=True))
+        print(f"{n} processes: loss {found[n][-1]:.4f} at step {number}; at most {apart:.1e} from {processes[0]}'s")
+    if options.plot:
+        draw(options.plot, found)
+
+
+def draw(path: Path, found: dict[int, list[float]]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.2))
+    for width, (number, losses) in zip((5, 3, 1.5, 0.8), found.items(), strict=False):
+        axes.plot(range(1, len(losses) + 1), losses, linewidth=width, label=f"{number} process" + "es" * (number > 1))
+    axes.set(xlabel="step", ylabel="training loss, nats per token")
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def pretrain(home: Path, processes: int, small: bool) -> Launch:
+    """Steps on a text of random words, which is tokenised once."""
+    from worlds import numbered_words
+
+    text, tokenizer = home / "text.jsonl", home / "words"
+    if not text.exists():
+        numbered_words(VOCABULARY[small]).save_pretrained(tokenizer)
+        words, draw_word = ROWS[small] * 1024, random.Random(0)
+        lines = (" ".join(f"w{draw_word.randrange(2, VOCABULARY[small])}" for _ in range(words)) for _ in range(60))
+        text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+    settings = {
+        **(SMALL if small else PRETRAIN), "data": str(text), "tokenizer": str(tokenizer), "seed": 0,
+        "global_batch_size": ROWS[small] * processes, "num_steps": 1000, "log_every": 10, "eval_every": 1000,
+        "save_every": 1000, "report_to": [],
+    }  # fmt: skip
+    return Launch("pretrain", settings, processes)
+
+
+def ppo(home: Path, size: str, processes: int, more: dict[str, Any] | None = None) -> Launch:
+    """Iterations on random models; each process has as many prompts as one alone."""
+    given, world = SIZES[size], home / "world"
+    settings = {
+        "model": str(world / "policy"), "reward_model": str(world / "reward"), "data": str(world / "prompts.jsonl"),
+        "rollout_batch_size": given["prompts"] * processes, "num_iterations": 1000, "num_epochs": 4,
+        "max_prompt_length": given["prompt_tokens"], "max_new_tokens": given["new_tokens"],
+        "microbatch_size": given["microbatch"], "learning_rate": 1e-6, "critic_learning_rate": 1e-6,
+        "eval_every": 1000, "save_every": 1000, "eval_share": 0.1, "log_every": 1, "report_to": [], **(more or {}),
+    }  # fmt: skip
+    return Launch("ppo", settings, processes)
+
+
+def measure(launch: Launch) -> dict[str, Any]:
+    """Run it; its rate in tokens (pretrain) or samples (ppo) a second, and so on."""
+    import torch
+
+    from rlhf.pipeline.accelerate_config import config_path
+
+    on_cpu = not torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as name:
+        folder, answer = Path(name) / "stage", Path(name) / "answer.json"
+        folder.mkdir()
+        write_stage(folder, launch)
+        config = config_path(launch.config)
+        words = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(config)]
+        words += ["--num_processes", str(launch.processes), "--main_process_port", "0"]
+        if launch.processes == 1 and launch.config == "ddp":
+            words = [sys.executable]
+        environment = dict(os.environ) | ({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} if on_cpu else {})
+        words += [__file__, "--child", launch.stage, str(folder), str(launch.rows), str(answer)]
+        said = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+        if not answer.exists():
+            sys.exit(f"{launch}: {said.stdout[-1000:]}{said.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(answer.read_text())
+    settings, moments = launch.settings, found["moments"]
+    lasted = [now - before for before, now in pairwise(moments)]
+    seconds = statistics.median(lasted[1:] or lasted)
+    of_a_row = {
+        "pretrain": settings.get("log_every", 1) * settings.get("global_batch_size", 0)
+        * settings.get("context_length", 0), "ppo": settings.get("rollout_batch_size", 0),
+    }[launch.stage]  # fmt: skip
+    return {
+        **found, "seconds": seconds, "rate": of_a_row / seconds, "first": lasted[0],
+        "phases": {key[8:]: statistics.median(row[key] for row in found["rows"][1:] or found["rows"])
+                   for key in found["rows"][0] if key.startswith("seconds_")},
+        "losses": [row["loss"] for row in found["rows"] if "loss" in row],
+    }  # fmt: skip
+
+
+def write_stage(folder: Path, launch: Launch) -> None:
+    from rlhf.stages.artifact import write_settings
+    from rlhf.stages.ppo.config import PPOSettings
+    from rlhf.stages.pretrain.config import PretrainSettings
+
+    cls = {"pretrain": PretrainSettings, "ppo": PPOSettings}[launch.stage]
+    write_settings(folder, cls.load(launch.settings, launch.stage))
+
+
+def run_child(stage: str, folder: Path, answer: Path, num_rows: int) -> None:
+    """Train until so many lines of metrics are logged, in each process; the first one answers."""
+    import importlib
+
+    from rlhf.stages.runtime import Runtime
+
+    rows: list[dict[str, Any]] = []
+    moments = []
+    begin, log = Runtime.begin, Runtime.log
+    runs: list[Any] = []
+
+    class EnoughError(Exception):
+        """Saving is not part of what is measured."""
+
+    def timed_begin(run: Any, step: int) -> None:
+        begin(run, step)
+        runs.append(run)
+        moments.append(time.perf_counter())
+
+    def timed_log(run: Any, step: int, row: dict[str, Any], force: bool = False) -> None:
+        log(run, step, row, force)
+        moments.append(time.perf_counter())
+        rows.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]) if run.is_main else row)
+        if len(rows) == num_rows:
+            raise EnoughError
+
+    Runtime.begin, Runtime.log = timed_begin, timed_log  # type: ignore[method-assign]
+    with contextlib.suppress(EnoughError):
+        importlib.import_module(f"rlhf.stages.{stage}.train").train(str(folder))
+    [run] = runs
+    run.wait_for_all()
+    if run.is_main:
+        answer.write_text(json.dumps({"rows": rows, "moments": moments, "gib": rows[-1]["peak_gib"]}))
+    run.wait_for_all()
+    os._exit(0)  # what runs beside the stage is left behind
+
+
+if __name__ == "__main__":
+    main()
