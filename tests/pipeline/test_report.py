@@ -1,161 +1,103 @@
+"""report.html: what it shows of a run, finished or not, healthy or not."""
+
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_world import (
+    METRICS,
+    ROWS,
+    SAMPLE,
+    WORST,
+    make_graded,
+    make_run,
+    page,
+    set_metrics,
+    words,
+    write_lines,
+)
 
 from rlhf.data.errors import RefusedError
-from rlhf.pipeline.charts import MAX_POINTS, draw_charts
 from rlhf.pipeline.report import render
-
-METRICS = {
-    "pretrain": {"val_loss": 2.164, "vocab_size": 1024},
-    "sft": {"eval_loss": 1.17, "base_eval_loss": 3.42},
-    "reward": {"accuracy": 0.868, "longer_wins_accuracy": 0.571},
-    "ppo": {"true_quality": 0.83, "sft_true_quality": 0.386, "win_rate": 0.82, "kl": 8.7},
-}
-ROWS = {
-    "pretrain": [{"step": step, "loss": 7 - step / 10, "val_loss": 7 - step / 9} for step in range(30)],
-    "sft": [{"step": step, "loss": 3 - step / 10, "eval_loss": 3 - step / 9} for step in range(10)],
-    "reward": [{"step": step, "loss": 0.7, "accuracy": 0.5 + step / 100} for step in range(10)],
-    "ppo": [{"step": step, "score": step / 10, "kl": step / 5, "entropy": 9 - step / 5} for step in range(10)],
-}
-SAMPLE = {
-    "prompt": "What does a fox eat?",
-    "sft": "the the the",
-    "ppo": "A fox eats mice.",
-    "sft_score": -0.5,
-    "ppo_score": 2.25,
-}
+from rlhf.stages.artifact import Artifact
 
 
-def make_run(folder: Path, stages: list[str], samples: list[dict[str, Any]] | None = None) -> Path:
-    entries = {}
-    for stage in stages:
-        artifact = folder / f"{stage}-0123abcd"
-        artifact.mkdir(parents=True)
-        write_lines(artifact / "metrics.jsonl", ROWS[stage])
-        made_with = {"versions": {"torch": "2.13.0"}, "commit": "c0ffee", "processes": 1}
-        manifest = {"settings": {"learning_rate": 0.003}, "made_with": made_with, "files": {}}
-        (artifact / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        entries[stage] = {
-            "status": "done",
-            "folder": artifact.name,
-            "model": f"{artifact.name}/model",
-            "seconds": 12.5,
-            "metrics": METRICS[stage],
-        }
-        if stage == "ppo":
-            write_lines(artifact / "samples.jsonl", samples or [])
-    (folder / "summary.json").write_text(json.dumps({"stages": entries}), encoding="utf-8")
-    (folder / "recipe.yaml").write_text("seed: 7\n", encoding="utf-8")
-    return folder
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves are drawn for the tests that want `drawings`; each takes a twentieth of a second."""
+    if "drawings" not in request.fixturenames:
+        monkeypatch.setattr("rlhf.pipeline.report.charts.draw_lines", lambda *_: "")
 
 
-CARD: dict[str, Any] = {
-    "num_pairs": 1234,
-    "num_prompts": 250,
-    "by_length": [
-        {"name": "better answer longer", "pairs": 800, "accuracy": 0.9},
-        {"name": "better answer shorter", "pairs": 434, "accuracy": 0.55},
-    ],
-    "by_margin": [],
-    "by_source": [{"name": "<forum>", "pairs": 1000, "accuracy": 0.7}, {"name": "web", "pairs": 234, "accuracy": 1.0}],
-    "reliability": [
-        {"confidence": 0.6, "accuracy": 0.55, "pairs": 400},
-        {"confidence": 0.9, "accuracy": 0.8, "pairs": 834},
-    ],
-    "reliability_after_temperature": [{"confidence": 0.72, "accuracy": 0.719, "pairs": 1234}],
-    "histogram": {"edges": [-2.0, 0.0, 2.0], "chosen": [50, 200], "rejected": [180, 70]},
-}
-FIGURES = {
-    "accuracy": 0.7189, "prompt_accuracy": 0.7, "longer_wins_accuracy": 0.571, "ece": 0.0812, "temperature": 1.62,
-    "ece_after_temperature": 0.0123, "chosen_mean": 0.41, "rejected_mean": -0.52,
-}  # fmt: skip
-WORST = {
-    "prompt": "What does a fox eat?",
-    "better": "Mice <b>and</b> berries.",
-    "better_score": -1.5,
-    "better_rank": 1.0,
-    "worse": "No idea.",
-    "worse_score": 2.25,
-    "worse_rank": 2.5,
-}
-
-
-def make_graded(folder: Path, worst: list[dict[str, Any]], **more: Any) -> Path:
-    """A run of the reward model alone with a report card."""
-    run_dir = make_run(folder, ["reward"])
-    artifact = run_dir / "reward-0123abcd"
-    manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
-    (artifact / "manifest.json").write_text(json.dumps(manifest | {"metrics": FIGURES}), encoding="utf-8")
-    (artifact / "card.json").write_text(json.dumps(CARD | more), encoding="utf-8")
-    write_lines(artifact / "worst_pairs.jsonl", worst)
-    return run_dir
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def page(run_dir: Path) -> str:
-    """The report with runs of white space made one space."""
-    return " ".join(render(run_dir).read_text(encoding="utf-8").split())
-
-
-def words(html: str) -> str:
-    """What a reader sees of it."""
-    return " ".join(re.sub(r"<style.*?</style>|<[^>]*>", " ", html).split())
+@pytest.fixture
+def drawings() -> None:
+    """What a test asks for that looks at curves."""
 
 
 def test_every_stage_shows_its_metric_before_and_after(tmp_path: Path) -> None:
     shown = words(page(make_run(tmp_path / "run", list(METRICS), [SAMPLE])))
-    assert "held-out loss, nats per token 6.93 → 2.16 against guessing ✓ better" in shown  # ln 1024 = 6.93
-    assert "3.42 → 1.17 against the base model ✓ better" in shown
-    assert "0.571 → 0.868 against “longer wins” ✓ better" in shown
-    assert "true quality 0.386 → 0.830 against SFT ✓ better" in shown
+    assert "Pretraining ✓ better 6.93 → 2.16 held-out loss, nats per token, against guessing" in shown  # ln 1024 = 6.93
+    assert "SFT ✓ better 3.42 → 1.17 held-out loss, nats per token, against the base model" in shown
+    assert "Reward model ✓ better 0.571 → 0.868 held-out ranking accuracy, against “longer wins”" in shown
+    assert "PPO ✓ better 0.386 → 0.830 true quality, against SFT" in shown
     assert "Together 50.0 s" in shown
 
 
+def test_every_stage_has_a_verdict_and_the_run_an_outcome_at_the_top(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", list(METRICS), [SAMPLE | {"prompt": str(n)} for n in range(40)])
+    set_metrics(run_dir, "reward", num_eval_prompts=300)
+    shown = words(page(run_dir))
+    assert "SFT ✓ learned SFT learned: held-out loss 3.42 → 1.17. done 12.5 s" in shown
+    top = shown[: shown.index("From raw text")]
+    assert "PPO improved: true quality 0.386 → 0.830, win rate over SFT by the judge 0.82 (40 prompts, 95 %" in top
+    assert top.endswith("No stage before it gives cause for doubt. The last finished model is run/ppo-0123abcd/model. ")
+    assert "What it means, and what to change" not in shown
+
+
+def test_a_verdict_that_asks_for_it_says_what_to_change(tmp_path: Path) -> None:
+    run_dir = set_metrics(make_run(tmp_path / "run", ["sft", "ppo"]), "sft", eval_loss=3.415)
+    set_metrics(run_dir, "ppo", findings=["kl_blow_up"])
+    shown = words(page(run_dir))
+    assert "SFT ✗ moved nothing SFT moved nothing: held-out loss 3.42 → 3.42." in shown
+    diagnoses = shown.partition("What it means, and what to change")[2]
+    assert diagnoses.index("SFT: moved nothing what it means") < diagnoses.index("PPO: kl blow up what it means")
+    assert "Raise sft.learning_rate or sft.num_epochs" in diagnoses
+
+
 def test_a_stage_that_made_it_worse_is_said_to_be_worse(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run", ["sft"])
-    summary = (run_dir / "summary.json").read_text(encoding="utf-8")
-    (run_dir / "summary.json").write_text(summary.replace("3.42", "1.05"), encoding="utf-8")
-    assert "1.05 → 1.17 against the base model ✗ worse" in words(page(run_dir))
-
-
-REASON = "from iteration 60 to 100 the score rose from 2.10 to 3.40 while the true quality fell from 0.83 to 0.61"
-
-
-def make_ppo(folder: Path, **metrics: Any) -> Path:
-    """A run of ppo alone whose final metrics hold these too."""
-    run_dir = make_run(folder, ["ppo"])
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    summary["stages"]["ppo"]["metrics"] |= metrics
-    (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    return run_dir
+    shown = words(page(set_metrics(make_run(tmp_path / "run", ["sft"]), "sft", base_eval_loss=1.05)))
+    assert "SFT ✗ worse 1.05 → 1.17 held-out loss" in shown
+    assert "✗ made it worse SFT made it worse: held-out loss 1.05 → 1.17 nats per token." in shown
 
 
 def test_an_over_optimised_run_is_marked_at_the_top_and_at_its_stage(tmp_path: Path) -> None:
-    run_dir = make_ppo(tmp_path / "run", over_optimised=True, over_optimised_because=REASON, best_step=60)
-    shown = words(page(run_dir))
-    sentence = f"Over-optimised: {REASON}. The policy of iteration 60 was kept."
-    top, stages = shown.split(" Stages Stage Status ")
-    assert f"⚠ PPO: {sentence} PPO ✓ better 0.386 → 0.830" in top
-    assert f"PPO done, over-optimised 12.5 s ⚠ {sentence} true quality 0.386" in stages
+    reason = "the KL ended at 61.0 nats per response, over kl_budget 50"
+    run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE])
+    set_metrics(run_dir, "ppo", over_optimised=True, over_optimised_because=reason, best_step=60)
+    top, stages = words(page(run_dir)).split(" Verdicts Stage ")
+    sentence = (
+        f"PPO over-optimised: {reason}. The policy of iteration 60 was kept, with a win rate over SFT by the judge"
+    )
+    assert sentence in top
+    assert "PPO ✗ over optimised" in stages
+    assert sentence in stages
+    assert "done, over-optimised 12.5 s" in stages
 
 
 def test_findings_of_the_health_monitor_are_told_in_words(tmp_path: Path) -> None:
-    run_dir = make_ppo(tmp_path / "run", over_optimised=False, findings=["entropy_collapse", "kl_blow_up"])
+    run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE])
+    set_metrics(run_dir, "ppo", over_optimised=False, findings=["entropy_collapse", "kl_blow_up"])
     shown = words(page(run_dir))
-    assert "⚠ PPO: Not healthy at the end: entropy collapse, kl blow up. PPO ✓ better" in shown
-    assert "PPO done 12.5 s ⚠ Not healthy at the end: entropy collapse, kl blow up. true quality" in shown
+    assert "⚠ Not healthy at the end: entropy collapse, kl blow up." in shown
+    assert "PPO: entropy collapse what it means The policy says almost the same thing each time." in shown
     assert "over_optimised no findings entropy_collapse, kl_blow_up" in shown  # the table of all results
 
 
 def test_a_healthy_run_shows_no_warning(tmp_path: Path) -> None:
-    html = page(make_ppo(tmp_path / "run", over_optimised=False, findings=[]))
+    run_dir = set_metrics(make_run(tmp_path / "run", ["ppo"]), "ppo", over_optimised=False, findings=[])
+    html = page(run_dir)
     assert "⚠" not in html
     assert "over_optimised no findings none" in words(html)
 
@@ -199,71 +141,41 @@ def test_a_card_of_a_stage_that_is_not_sealed_is_not_shown(tmp_path: Path) -> No
 
 
 def test_a_failed_gate_is_told_at_the_top_and_at_its_stage(tmp_path: Path) -> None:
-    run_dir = make_graded(tmp_path / "run", [])
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     failed = "held-out accuracy 0.72 is below reward.min_accuracy 0.8"
-    summary["stages"]["reward"]["metrics"]["gates_failed"] = [failed]
-    (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
-    top, stages = words(page(run_dir)).split(" Stages Stage Status ")
-    assert f"⚠ Reward model: PPO does not start from it: {failed}." in top
-    assert f"Reward model done, gate failed 12.5 s ⚠ PPO does not start from it: {failed}." in stages
+    run_dir = set_metrics(make_graded(tmp_path / "run", []), "reward", gates_failed=[failed])
+    top, stages = words(page(run_dir)).split(" Verdicts Stage ")
+    assert f"The reward model is below its bar: {failed}." in top
+    assert f"⚠ PPO does not start from it: {failed}." in stages
+    assert "done, gate failed 12.5 s" in stages
 
 
-def test_true_quality_is_drawn_from_where_sft_stood(tmp_path: Path) -> None:
-    """With the names that the ppo stage writes, finished or not."""
-    evaluations = [
-        {"step": 5, "score": 0.2, "kl": 1.0},
-        {"step": 5, "eval_score": 0.1, "eval_sft_score": -0.1, "eval_true_quality": 0.5, "eval_sft_true_quality": 0.4,
-         "eval_win_rate": 0.6, "eval_kl": 1.5, "eval_eos_share": 1.0, "eval_sft_eos_share": 0.9},
-        {"step": 10, "score": 0.4, "kl": 2.0},
-        {"step": 10, "eval_score": 0.5, "eval_sft_score": -0.1, "eval_true_quality": 0.9, "eval_sft_true_quality": 0.4,
-         "eval_win_rate": 0.8, "eval_kl": 2.5, "eval_eos_share": 1.0, "eval_sft_eos_share": 0.9},
-    ]  # fmt: skip
-    for final in ({}, {"sft_true_quality": 0.4, "sft_score": -0.1, "sft_eos_share": 0.9}):
-        drawn = draw_charts("ppo", evaluations, final)
-        quality, score, kl, eos = drawn["charts"]
-        assert (quality["spec"].title, quality["last"], quality["level"]) == (
-            "True quality", {"eval_true_quality": 0.9}, 0.4,
-        )  # fmt: skip
-        assert (score["last"], score["level"]) == ({"score": 0.4, "eval_score": 0.5}, -0.1)
-        assert kl["last"] == {"kl": 2.0, "eval_kl": 2.5}
-        assert (eos["last"], eos["level"]) == ({"eval_eos_share": 1.0}, 0.9)
-        assert [chart["spec"].title for chart in drawn["more_charts"]] == ["eval win rate"]
-    run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE | {"sft_quality": 0.4, "ppo_quality": 0.9}])
-    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", evaluations)
-    html = page(run_dir)
-    assert "True quality eval_true_quality 0.900 SFT 0.386" in words(html)
-    assert "for PPO iterations: new answers" in html
-    assert "the judge, which PPO never optimises directly, only through the reward model" in html
-
-
-def test_an_evaluation_curve_begins_at_the_sft_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr("rlhf.pipeline.charts._svg", lambda lines, level, salt: drawn.append(lines))
-    draw_charts("ppo", [{"step": 5, "eval_true_quality": 0.5, "eval_sft_true_quality": 0.4}], {})
-    assert drawn == [[[(0, 0.4), (5, 0.5)]]]
-
-
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_the_page_needs_nothing_from_outside(tmp_path: Path, drawings: None) -> None:
     html = page(make_run(tmp_path / "run", list(METRICS), [SAMPLE]))
-    assert not re.search(r"<(script|link|img|iframe)\b|@import|url\((?!#)|src=|href=\"(?!#)", html)
+    assert not re.search(
+        r"<(link|img|iframe|object|embed)\b|@import|url\((?!#)|src=|href=\"(?!#)|fetch\(|import\(", html
+    )
+    assert html.count("<script>") == 1  # our own, of the filter
 
 
-def test_text_of_models_and_people_cannot_become_markup(tmp_path: Path) -> None:
-    attack = "<script>alert(1)</script>"
-    run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE | {"prompt": attack, "sft": attack, "ppo": attack}])
+def test_text_of_models_and_people_cannot_become_markup(tmp_path: Path, drawings: None) -> None:
+    attack = "</script><script>alert(1)</script>"
+    answers = {"prompt": attack, "sft": f"{attack} <b>one", "ppo": f"{attack} <b>two"}
+    run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE | answers])
     (run_dir / "recipe.yaml").write_text(f"name: '{attack}'\n", encoding="utf-8")
-    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", [{"step": 1, attack: 1.0, "$x_": 2.0}])
+    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", [{"step": 1, attack: 1.0, "$x_": 2.0, '"onload="': 3.0}])
     html = page(run_dir)
-    assert "<script" not in html
+    assert html.count("<script") == 1
+    assert "<b>one" not in html
+    assert 'onload="' not in html
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
 
 
 def test_answers_stand_side_by_side_with_their_scores(tmp_path: Path) -> None:
     worse = SAMPLE | {"ppo_score": -1.0}
     shown = words(page(make_run(tmp_path / "run", ["ppo"], [SAMPLE, SAMPLE, worse])))
-    assert "What does a fox eat? SFT score -0.50 the the the PPO score 2.25 A fox eats mice." in shown
+    assert "+2.75 What does a fox eat? SFT score -0.50 the the the PPO score 2.25 A fox eats mice." in shown
     assert "By score, PPO's answer is better for 2 of 3 prompts and worse for 1 ." in shown
+    assert shown.index("Largest gains") < shown.index("Largest losses -0.50 What")
 
 
 def test_true_quality_decides_where_a_judge_gave_it(tmp_path: Path) -> None:
@@ -289,46 +201,74 @@ def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:
     }
     (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     html = page(run_dir)
-    assert "SFT failed no result yet" in words(html)
-    assert "Reward model planned no result yet" in words(html)
+    assert "SFT ✗ failed SFT is failed, so there is no result yet. failed" in words(html)
+    assert "Reward model ? planned Reward model is planned, so there is no result yet. planned" in words(html)
     assert html.count("<figure") == 2  # the losses of pretrain and of sft as far as it came
     assert "Answers before and after" not in html
 
 
-def test_settings_and_versions_can_be_looked_up(tmp_path: Path) -> None:
-    shown = words(page(make_run(tmp_path / "run", ["sft"])))
+def test_settings_versions_and_lineage_can_be_looked_up(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain", "sft"])
+    manifests = [run_dir / f"{stage}-0123abcd" / "manifest.json" for stage in ("pretrain", "sft")]
+    made = json.loads(manifests[1].read_text(encoding="utf-8"))
+    digest = "4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945"  # of no files at all: sha256 of []
+    more = {"key": "c0de", "inputs": {"model": digest, "other": "dead"}, "data": {"data": "beef"}}
+    manifests[1].write_text(json.dumps(made | more), encoding="utf-8")
+    (run_dir / "sft-0123abcd" / "settings.yaml").write_text("stage: sft\n", encoding="utf-8")
+    shown = words(page(run_dir))
     assert "seed: 7" in shown
-    assert "sft.learning_rate 0.003 versions torch 2.13.0 commit c0ffee processes 1" in shown
+    assert "sft.learning_rate 0.003" in shown
+    assert "key c0de" in shown
+    assert "from other dead" in shown
+    assert "data beef" in shown
+    assert "versions torch 2.13.0 commit c0ffee processes 1" in shown
+    assert f"anew, beside this result rlhf sft {run_dir}/recipe.yaml --run-dir {run_dir} --force" in shown
+    assert "python -m rlhf.stages.sft again/sft" in shown
+
+
+def test_a_model_that_another_stage_of_the_run_made_is_named(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain", "sft"])
+    for stage, files in (("pretrain", {"model/config.json": "12"}), ("sft", {})):
+        path = run_dir / f"{stage}-0123abcd" / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}), encoding="utf-8")
+    digest = Artifact(run_dir / "pretrain-0123abcd").digest
+    path = run_dir / "sft-0123abcd" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"inputs": {"model": digest}}), encoding="utf-8")
+    assert f"from model {digest} (pretrain-0123abcd)" in words(page(run_dir))
+
+
+def test_data_that_was_left_out_is_told_with_its_reason(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain", "reward"])
+    source = {
+        "name": "web", "path": "web.jsonl", "documents": 90, "unusable_rows": {"no text": 3},
+        "left_out": {"too short": 7}, "tokens": 12345, "held_out_tokens": 678,
+    }  # fmt: skip
+    (run_dir / "pretrain-0123abcd" / "corpus.json").write_text(json.dumps({"sources": [source]}), encoding="utf-8")
+    set_metrics(run_dir, "reward", num_prompts=800, num_eval_prompts=200)
+    shown = words(page(run_dir))
+    assert "Pretraining web.jsonl 90 100 3 × no text; 7 × too short ; 12,345 tokens, 678 held out" in shown
+    assert "Reward model 800 prompts to train on, 200 prompts held out" in shown
+
+
+def test_a_price_is_shown_only_where_somebody_names_one(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["sft", "ppo"])
+    for stage in ("sft", "ppo"):
+        path = run_dir / f"{stage}-0123abcd" / "manifest.json"
+        made = json.loads(path.read_text(encoding="utf-8"))
+        made["made_with"]["processes"] = 8
+        path.write_text(json.dumps(made | {"metrics": {}}), encoding="utf-8")
+    set_metrics(run_dir, "ppo", peak_gib=1.5)
+    assert "PPO 12.5 s 8 0.0278 1.50 – –" in words(page(run_dir))  # 12.5 · 8 / 3600
+    assert "price</th>" not in page(run_dir)
+    render(run_dir, price_per_hour=36.0)
+    shown = words((run_dir / "report.html").read_text(encoding="utf-8"))
+    assert "tokens/s at the end price SFT" in shown
+    assert shown.count(" 0.12 ") >= 2  # 12.5 s of 36 an hour are 0.125; rounded to even
 
 
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", ["pretrain", "reward"])
     assert page(run_dir) == page(run_dir)
-
-
-def test_a_long_run_stays_under_half_a_megabyte(tmp_path: Path) -> None:
-    samples = [SAMPLE | {"sft": "word " * 5000, "ppo": "word " * 5000}] * 200
-    run_dir = make_run(tmp_path / "run", ["ppo"], samples)
-    rows = [{"step": step, **{f"metric_{i}": (step * i) % 7.3 for i in range(20)}} for step in range(5000)]
-    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", rows)
-    assert render(run_dir).stat().st_size < 500_000
-
-
-def test_steps_logged_again_after_a_resume_count_once() -> None:
-    rows = [{"step": 1, "kl": 5.0}, {"step": 2, "kl": 6.0}, {"step": 2, "kl": 7.0}]
-    charts = draw_charts("ppo", rows, {})["charts"]
-    assert [chart["last"] for chart in charts] == [{"kl": 7.0}]
-
-
-def test_long_curves_show_the_mean_of_neighbours() -> None:
-    rows = [{"step": step, "kl": float(step % 2)} for step in range(2 * MAX_POINTS)]  # 0 1 0 1 …
-    charts = draw_charts("ppo", rows, {})["charts"]
-    assert charts[0]["last"] == {"kl": 0.5}
-
-
-def test_values_that_are_no_numbers_are_left_out_of_curves() -> None:
-    rows = [{"step": 1, "kl": float("nan"), "note": "warm-up"}, {"step": 2, "kl": None}]
-    assert draw_charts("ppo", rows, {}) == {"charts": [], "more_charts": []}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

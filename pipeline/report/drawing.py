@@ -1,98 +1,28 @@
-"""Curves of a stage as SVG inside the page: which metrics share a chart, and how a line is drawn."""
+"""Drawings as SVG inside a page, by matplotlib: lines over steps, dots on log axes, histograms, the frontier.
 
-import math
+Each takes a label, which says in words what is drawn, for those who do not see it.
+"""
+
 import re
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
+
+from rlhf.pipeline.report.curves import Line, thin
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_POINTS = 200  # per line; longer runs show the mean of neighbouring steps
+SERIES = ("one", "two", "three", "four", "five")
+"""CSS variables of the colours of lines."""
+DASHES = ("", "7 2.5", "2 2", "8 2 2 2", "4 4")
+"""Of the same lines in a legend: they are told apart without colours too."""
 # matplotlib takes no CSS variables: charts are drawn in stand-ins, and the variables put in their place.
-VARIABLES = {f"#00000{digit}": name for digit, name in enumerate(("muted", "grid", "one", "two", "three"), start=1)}
+VARIABLES = {f"#00000{digit}": name for digit, name in enumerate(("muted", "grid", *SERIES), start=1)}
 _MUTED, _GRID, *_SERIES = VARIABLES
-_STYLES: list[Any] = ["-", (0, (5, 1.5)), ":"]  # of one, two, three: told apart without colours too
-
-Line = list[tuple[float, float]]
-"""Step and value, in order of steps."""
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Metrics that share an axis, and a metric of what came before, drawn as a level to compare with."""
-
-    title: str
-    metrics: tuple[str, ...]
-    level: str | None = None
-    level_name: str = ""
-
-
-CHARTS = {
-    "pretrain": [Chart("Loss, nats per token", ("loss", "val_loss"), "guessing_loss", "guessing")],
-    "sft": [Chart("Loss, nats per token", ("loss", "eval_loss"), "base_eval_loss", "base model")],
-    "feedback": [],
-    "reward": [
-        Chart("Ranking loss", ("loss",)),
-        Chart("Held-out ranking accuracy", ("accuracy",), "longer_wins_accuracy", "longer wins"),
-    ],
-    # The names of an evaluation on held-out prompts begin with eval_; the others are of the training episodes.
-    "ppo": [
-        Chart("True quality", ("eval_true_quality",), "sft_true_quality", "SFT"),
-        Chart("Score", ("score", "eval_score"), "sft_score", "SFT"),
-        Chart("KL from SFT, nats per response", ("kl", "eval_kl")),
-        Chart("Share of answers that come to an end", ("eos_share", "eval_eos_share"), "sft_eos_share", "SFT"),
-    ],
-}
-
-
-def draw_charts(stage: str, rows: list[dict[str, Any]], final: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """`charts`: the known ones; `more_charts`: every other number that was logged, one each.
-
-    `rows` are those of metrics.jsonl, `final` the stage's final metrics: levels come from there, or from the rows
-    of a stage that is not finished.
-    """
-    curves: dict[str, dict[float, float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                # A resumed stage logs some steps again: the later row is the one that counts.
-                curves.setdefault(name, {})[row["step"]] = value
-    for name in [name for name in curves if name.startswith("eval_")]:
-        if sft := curves.get(name.replace("eval_", "eval_sft_", 1)):  # PPO starts as the SFT model
-            curves[name].setdefault(0, next(iter(sft.values())))
-    levels = {name.removeprefix("eval_"): list(curve.values())[-1] for name, curve in curves.items()} | final
-    known = {metric for chart in CHARTS[stage] for metric in chart.metrics}
-    known |= {name for name in curves if name.startswith("eval_sft_")}  # levels, not curves
-    known.add("num_tokens")  # a straight line
-    others = [Chart(name.replace("_", " "), (name,)) for name in sorted(curves) if name not in known]
-
-    def draw(chart: Chart) -> dict[str, Any]:
-        lines = {name: _thin(sorted(curves[name].items())) for name in chart.metrics if name in curves}
-        level = levels.get(chart.level or "")
-        return {
-            "spec": chart,
-            "level": level,
-            "last": {name: line[-1][1] for name, line in lines.items()},
-            "svg": _svg(list(lines.values()), level, salt=f"{stage} {chart.title}"),
-        }
-
-    return {
-        "charts": [draw(chart) for chart in CHARTS[stage] if curves.keys() & set(chart.metrics)],
-        "more_charts": [draw(chart) for chart in others],
-    }
-
-
-def _thin(line: Line) -> Line:
-    """At most MAX_POINTS: the mean step and value of each run of neighbours."""
-    size = math.ceil(len(line) / MAX_POINTS)
-    groups = [line[start : start + size] for start in range(0, len(line), size)]
-    return [(statistics.fmean(x for x, _ in group), statistics.fmean(y for _, y in group)) for group in groups]
+_STYLES: list[Any] = ["-", (0, (5, 1.5)), ":", (0, (6, 1.5, 1.5, 1.5)), (0, (3, 3))]  # as DASHES
 
 
 def _tick(value: float) -> str:
@@ -123,7 +53,7 @@ def draw_reliability(card: dict[str, Any]) -> Markup:
         axes.set_xlim(0.48, 1.02)
         axes.set_ylim(top=1.01)
 
-    return _draw(plot, "reliability")
+    return _draw(plot, "Share of pairs ordered rightly over the confidence; the figures are in the legend")
 
 
 def draw_histogram(card: dict[str, Any]) -> Markup:
@@ -137,7 +67,7 @@ def draw_histogram(card: dict[str, Any]) -> Markup:
         axes.margins(x=0.02)
         axes.set_ylim(bottom=0)
 
-    return _draw(plot, "histogram")
+    return _draw(plot, "Histogram of the scores of best and worst answers; their means are in the legend")
 
 
 def draw_variants(curves: list[Line], best: int, worst: int) -> Markup:
@@ -153,10 +83,10 @@ def draw_variants(curves: list[Line], best: int, worst: int) -> Markup:
             axes.plot(*zip(*line, strict=True), color=color, linestyle=style, linewidth=width, zorder=1 + width)
         axes.margins(x=0.02, y=0.08)
 
-    return _draw(plot, "variants")
+    return _draw(plot, f"Held-out losses of {len(curves)} variants over steps; the table has their ends")
 
 
-def draw_power_law(points: Line, law: Callable[[float], float] | None, salt: str) -> Markup:
+def draw_power_law(points: Line, law: Callable[[float], float] | None, label: str) -> Markup:
     """Losses on log axes as dots, with the line that was fitted."""
     from matplotlib import ticker
 
@@ -175,7 +105,7 @@ def draw_power_law(points: Line, law: Callable[[float], float] | None, salt: str
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_minor_locator(ticker.NullLocator())
 
-    return _draw(plot, salt)
+    return _draw(plot, label)
 
 
 def _power_of_ten(value: float) -> str:
@@ -185,15 +115,18 @@ def _power_of_ten(value: float) -> str:
     return power if digits == "1" else f"{digits}·{power}"
 
 
-def _svg(lines: list[Line], level: float | None, salt: str) -> Markup:
-    """Values over steps."""
+def draw_lines(lines: Sequence[Line], level: float | None, label: str) -> Markup:
+    """Up to five lines of values over steps, thinned, and a level to compare them with; an empty one is left out."""
     from matplotlib import ticker  # 0.6 s, which `rlhf --help` should not pay
 
     def plot(axes: "Axes") -> None:
         for line, color, style in zip(lines, _SERIES, _STYLES, strict=False):
-            steps, values = zip(*line, strict=True)
+            if not line:
+                continue
+            steps, values = zip(*thin(line), strict=True)
             marker = "o" if len(line) <= 12 else ""
-            axes.plot(steps, values, color=color, linestyle=style, linewidth=1.8, marker=marker, markersize=3.5)
+            width = 1.8 if len(line) <= 200 else 1.2
+            axes.plot(steps, values, color=color, linestyle=style, linewidth=width, marker=marker, markersize=3.5)
         if level is not None:
             axes.axhline(level, color=_MUTED, linewidth=1.3, linestyle=(0, (1.5, 2)))
         axes.margins(x=0.02, y=0.08)
@@ -203,18 +136,35 @@ def _svg(lines: list[Line], level: float | None, salt: str) -> Markup:
         axes.set_xlim(-0.02 * right, right)  # all charts of a stage begin at step 0
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
 
-    return _draw(plot, salt)
+    return _draw(plot, label)
 
 
-def _draw(plot: Callable[["Axes"], None], salt: str) -> Markup:
-    """An SVG of what `plot` draws. Colours are the page's own CSS variables, so that a chart follows its dark mode."""
+def draw_frontier(lines: Mapping[str, Line], label: str) -> Markup:
+    """Score or quality over √KL: points in the order in which training, or n, went through them."""
+
+    def plot(axes: "Axes") -> None:
+        for line, color, style in zip(lines.values(), _SERIES, _STYLES, strict=False):
+            xs, ys = zip(*line, strict=True)
+            marker = "o" if len(line) <= 30 else ""
+            axes.plot(xs, ys, color=color, linestyle=style, linewidth=1.5, marker=marker, markersize=3.5)
+        axes.margins(x=0.04, y=0.1)
+        axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
+
+    return _draw(plot, label)
+
+
+def _draw(plot: Callable[["Axes"], None], label: str) -> Markup:
+    """An SVG of what `plot` draws, with `label` for those who do not see it.
+
+    Colours are the page's own CSS variables, so that a chart follows its dark mode.
+    """
     from matplotlib import rc_context, ticker
     from matplotlib.figure import Figure
 
     with rc_context(
         {
             "svg.fonttype": "none",  # text stays text: small, and in the page's font
-            "svg.hashsalt": salt,  # ids differ between charts and not between runs
+            "svg.hashsalt": label,  # ids differ between charts and not between runs
             "text.parse_math": False,
             "font.size": 9,
             "axes.edgecolor": _GRID,
@@ -235,16 +185,18 @@ def _draw(plot: Callable[["Axes"], None], salt: str) -> Markup:
         buffer = StringIO()
         nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    return Markup(_for_the_page(buffer.getvalue()))
+    return Markup(_for_the_page(buffer.getvalue(), label))
 
 
-def _for_the_page(svg: str) -> str:
+def _for_the_page(svg: str, label: str) -> str:
     """Take out what only a file of its own needs, and what would reach beyond the chart."""
     svg = svg[svg.index("<svg") :]
     head, body = svg.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)  # the page sets the size; viewBox keeps the shape
+    head += f' role="img" aria-label="{escape(label)}"'
     body = re.sub(r"<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"', "<g", body)  # the same in every chart, and no one refers to them
+    body = re.sub(r' d="[^"]*"', lambda found: re.sub(r"(\d\.\d)\d+", r"\1", found[0]), body)  # a tenth of a pixel
     for color, variable in VARIABLES.items():
         body = body.replace(color, f"var(--{variable})")
     return f"{head}>{body}"

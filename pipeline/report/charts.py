@@ -1,0 +1,87 @@
+"""Which metrics of a stage share a chart, and what each chart says in words."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.pipeline.report.curves import Line
+from rlhf.pipeline.report.drawing import draw_lines
+from rlhf.pipeline.report.figures import number
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics that share an axis, and a metric of what came before, drawn as a level to compare with."""
+
+    title: str
+    metrics: tuple[str, ...]
+    level: str | None = None
+    level_name: str = ""
+
+
+_RATES = [
+    Chart("Gradient norm, before clipping", ("grad_norm",)),
+    Chart("Learning rate", ("learning_rate", "muon_learning_rate")),
+]
+CHARTS = {
+    "pretrain": [Chart("Loss, nats per token", ("loss", "val_loss"), "guessing_loss", "guessing"), *_RATES],
+    "sft": [Chart("Loss, nats per token", ("loss", "eval_loss"), "base_eval_loss", "base model"), *_RATES],
+    "feedback": [],
+    "reward": [
+        Chart("Ranking loss", ("loss",)),
+        Chart("Held-out ranking accuracy", ("accuracy",), "longer_wins_accuracy", "longer wins"),
+        *_RATES,
+    ],
+    # The names of an evaluation on held-out prompts begin with eval_; the others are of the training episodes.
+    "ppo": [
+        Chart("True quality", ("eval_true_quality",), "sft_true_quality", "SFT"),
+        Chart("Score", ("score", "eval_score"), "sft_score", "SFT"),
+        Chart("KL from SFT, nats per response", ("kl", "eval_kl")),
+        Chart("Length, tokens", ("length", "eval_length"), "sft_length", "SFT"),
+        Chart("Entropy, nats per token", ("entropy",)),
+        Chart("Share of answers that come to an end", ("eos_share", "eval_eos_share"), "sft_eos_share", "SFT"),
+        Chart("Share of tokens whose ratio is clipped", ("clip_fraction",)),
+        Chart("The critic's explained variance", ("explained_variance",)),
+        Chart("Gradient norms, before clipping", ("policy_grad_norm", "critic_grad_norm")),
+        Chart("Learning rate", ("learning_rate",)),
+    ],
+}
+
+
+def draw_charts(stage: str, curves: dict[str, Line], final: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """`charts`: the known ones; `more_charts`: every other number that was logged, one each.
+
+    `final` are the stage's final metrics: levels come from there, or from the curves of a stage that is not finished.
+    """
+    levels = {name.removeprefix("eval_"): line[-1][1] for name, line in curves.items()} | final
+    known = {metric for chart in CHARTS[stage] for metric in chart.metrics}
+    known |= {name for name in curves if name.startswith("eval_sft_")}  # levels, not curves
+    known.add("num_tokens")  # a straight line
+    others = [Chart(name.replace("_", " "), (name,)) for name in sorted(curves) if name not in known]
+
+    def draw(chart: Chart) -> dict[str, Any]:
+        lines = {name: curves[name] for name in chart.metrics if name in curves}
+        level = levels.get(chart.level or "")
+        return {
+            "title": chart.title,
+            "level": level,
+            "level_name": chart.level_name,
+            "last": {name: line[-1][1] for name, line in lines.items()},
+            "svg": draw_lines(list(lines.values()), level, in_words(chart.title, lines)),
+        }
+
+    return {
+        "charts": [draw(chart) for chart in CHARTS[stage] if curves.keys() & set(chart.metrics)],
+        "more_charts": [draw(chart) for chart in others],
+    }
+
+
+def in_words(title: str, lines: dict[str, Line]) -> str:
+    """What lines over steps show, for those who do not see them."""
+    said = []
+    for name, line in lines.items():
+        values = [value for _, value in line]
+        said.append(
+            f"{name} from {number(values[0])} at step {number(line[0][0])} to {number(values[-1])} at step "
+            f"{number(line[-1][0])}, between {number(min(values))} and {number(max(values))}"
+        )
+    return f"{title}: {'; '.join(said)}"

@@ -1,0 +1,223 @@
+"""comparison.html and a table on the terminal: settings that differ, verdicts, metrics, curves and answers of runs."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhf.data.errors import SettingsError
+from rlhf.pipeline.report.changes import CHANGES
+from rlhf.pipeline.report.charts import CHARTS, in_words
+from rlhf.pipeline.report.drawing import SERIES, draw_lines
+from rlhf.pipeline.report.figures import number
+from rlhf.pipeline.report.gallery import Gallery, gallery
+from rlhf.pipeline.report.judgement import judge_run
+from rlhf.pipeline.report.page import environment
+from rlhf.pipeline.report.run import TITLES, Run, read_run
+from rlhf.pipeline.summary import duration
+from rlhf.stages.disk import replace_text
+
+MAX_RUNS = len(SERIES)
+
+
+class Comparison:
+    """Runs beside each other; differences are against the first."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises RefusedError for a folder that holds no run, and for too many."""
+        if len(folders) > MAX_RUNS:
+            raise SettingsError(f"report: {len(folders)} runs are too many for one page; compare at most {MAX_RUNS}")
+        if len({folder.resolve() for folder in folders}) < len(folders):
+            raise SettingsError("report: the same run is named twice; name different ones to compare them")
+        self.runs = [read_run(folder) for folder in folders]
+        self.names = names(folders)
+        self.stages = [stage for stage in TITLES if any(stage in run.stages for run in self.runs)]
+
+    def settings(self) -> list[tuple[str, list[str]]]:
+        """(dotted name, a value for each run) of what differs: settings, contents of data, versions, processes."""
+        found = [_settings(run) for run in self.runs]
+        every = dict.fromkeys(name for settings in found for name in settings)
+        rows = [(name, [_text(settings.get(name, _MISSING)) for settings in found]) for name in every]
+        return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+    def metrics(self) -> dict[str, list[dict[str, Any]]]:
+        """By stage a line for each final metric that is a number: `name`, `values`, `differences`, `main`."""
+        found = {}
+        for stage in self.stages:
+            finals = [run.metrics(stage) for run in self.runs]
+            main = [change.after for change in CHANGES[stage]]
+            every = dict.fromkeys([*main, *sorted(name for metrics in finals for name in metrics)])
+            lines = [_line(name, [metrics.get(name) for metrics in finals], name in main) for name in every]
+            seconds = [run.stages[stage].entry["seconds"] if stage in run.stages else None for run in self.runs]
+            lines.append(_line("seconds", seconds, True))
+            found[stage] = [line for line in lines if line is not None]
+        return found
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Columns and rows for a terminal: what differs, then the main metrics of each stage."""
+        rows = [[name, *(_short(value) for value in values)] for name, values in self.settings()]
+        for stage, lines in self.metrics().items():
+            for line in lines:
+                if line["main"]:
+                    cells = [
+                        _cell(value, gain) for value, gain in zip(line["values"], line["differences"], strict=True)
+                    ]
+                    rows.append([f"{stage} {line['name']}", *cells])
+        return ["", *self.names], rows
+
+    def page(self) -> str:
+        """The comparison as HTML."""
+        verdicts = [judge_run(run) for run in self.runs]
+        templates = environment()
+        templates.filters["signed"] = signed
+        return templates.get_template("comparison.html.jinja").render(
+            names=self.names,
+            times=[duration(run.seconds) for run in self.runs],
+            settings=self.settings(),
+            verdicts=[(TITLES[stage], [found.get(stage) for found in verdicts]) for stage in self.stages],
+            metrics=[(TITLES[stage], lines) for stage, lines in self.metrics().items()],
+            curves=[(TITLES[stage], drawn) for stage in self.stages if (drawn := self._curves(stage))],
+            shared=[TITLES[stage] for stage in self.stages if self._is_shared(stage)],
+            gallery=self._answers(),
+            same_scores=self._same_reward_model(),
+        )
+
+    def _is_shared(self, stage: str) -> bool:
+        """Whether the stage has the same key in all runs, and so the same result."""
+        keys = {run.stages[stage].manifest.get("key") if stage in run.stages else None for run in self.runs}
+        return len(keys) == 1 and None not in keys
+
+    def _curves(self, stage: str) -> list[dict[str, Any]]:
+        """A drawing for each metric of the stage's charts, a line for each run; none of a stage that all share."""
+        drawn: list[dict[str, Any]] = []
+        if self._is_shared(stage):
+            return drawn
+        for chart in CHARTS[stage]:
+            for metric in chart.metrics:
+                curves = [run.stages[stage].curves.get(metric) if stage in run.stages else None for run in self.runs]
+                lines = {name: line for name, line in zip(self.names, curves, strict=True) if line}
+                if not lines:
+                    continue
+                title = f"{chart.title}: {metric}" if len(chart.metrics) > 1 else chart.title
+                every = [line or [] for line in curves]
+                drawn.append({
+                    "title": title,
+                    "last": [line[-1][1] if line else None for line in every],
+                    "svg": draw_lines(every, None, in_words(title, lines)),
+                })  # fmt: skip
+        return drawn
+
+    def _answers(self) -> Gallery | None:
+        """What the last model of each run answered to prompts that all runs have."""
+        found = [_last_answers(run) for run in self.runs]
+        prompts = [prompt for prompt in found[0] if all(prompt in answers for answers in found)]
+        rows: list[dict[str, Any]] = []
+        for prompt in prompts:
+            row: dict[str, Any] = {"prompt": prompt, "answers": {}, "scores": {}, "qualities": {}, "lengths": {}}
+            for place, answers in enumerate(found):
+                for kind, value in answers[prompt].items():
+                    row[kind][str(place)] = value
+            rows.append(row)
+        titles = {str(place): name for place, name in enumerate(self.names)}
+        return gallery(rows, titles, "0", str(len(found) - 1), scores=self._same_reward_model())
+
+    def _same_reward_model(self) -> bool:
+        """Whether scores of all runs are of one reward model, and can be compared."""
+        digests = {
+            run.stages["ppo"].manifest.get("inputs", {}).get("reward_model") for run in self.runs if "ppo" in run.stages
+        }
+        return len(digests) == 1 and None not in digests
+
+
+def write(comparison: Comparison, out: Path) -> Path:
+    """Write the page; SettingsError where that cannot be done."""
+    try:
+        replace_text(out, comparison.page())
+    except OSError as error:
+        raise SettingsError(f"--out {out}: cannot be written: {error.strerror}; choose another") from None
+    return out
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """What the runs are called: by their folders, with as much of the path as tells them apart."""
+    whole = [folder.resolve().parts for folder in folders]
+    length = 1
+    while len({parts[-length:] for parts in whole}) < len(whole):
+        length += 1
+    return [os.sep.join(parts[-length:]) for parts in whole]
+
+
+_MISSING = object()
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Dotted names and values of what went into a run."""
+    found: dict[str, Any] = {}
+    if run.recipe is not None:
+        found |= _flat(OmegaConf.to_container(OmegaConf.create(run.recipe)))
+    else:
+        for name, stage in run.stages.items():
+            found |= _flat(stage.manifest.get("settings", {}), f"{name}.")
+    for name, stage in run.stages.items():
+        made = stage.manifest.get("made_with", {})
+        found |= {
+            f"{name}.{source}, contents": digest[:12] for source, digest in stage.manifest.get("data", {}).items()
+        }
+        found |= {f"version of {library}": version for library, version in made.get("versions", {}).items()}
+        found |= {"commit": made.get("commit"), f"{name}, processes": made.get("processes")} if made else {}
+    return found
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        pairs = list(value.items())
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        pairs = list(enumerate(value))
+    else:
+        return {prefix.removesuffix("."): value}
+    return {key: item for name, part in pairs for key, item in _flat(part, f"{prefix}{name}.").items()}
+
+
+def _text(value: Any) -> str:
+    if value is _MISSING:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 40 else f"{value[:39]}…"
+
+
+def _line(name: str, values: list[Any], main: bool) -> dict[str, Any] | None:
+    """A metric's values and how far they are from the first; None for what is no number in any run."""
+    values = [float(v) if isinstance(v, int | float) and not isinstance(v, bool) else None for v in values]
+    if all(value is None for value in values):
+        return None
+    first = values[0]
+    differences = [None if value is None or first is None else value - first for value in values]
+    return {"name": name, "values": values, "differences": [None, *differences[1:]], "main": main}
+
+
+def _cell(value: float | None, difference: float | None) -> str:
+    if value is not None and value == int(value):
+        value = int(value)
+    return number(value) + (f" ({signed(difference)})" if difference else "")
+
+
+def signed(difference: float) -> str:
+    """A difference with its sign."""
+    return ("+" if difference > 0 else "−") + number(abs(difference))
+
+
+def _last_answers(run: Run) -> dict[str, dict[str, Any]]:
+    """By prompt what PPO answered (SFT, where there is no PPO), with score, quality and length."""
+    kinds = ("answers", "scores", "qualities", "lengths")
+    found: dict[str, dict[str, Any]] = {}
+    for row in run.answers:
+        model = next((name for name in ("ppo", "sft", "base") if name in row["answers"]), None)
+        if model is not None:
+            found.setdefault(row["prompt"], {kind: row[kind][model] for kind in kinds if model in row.get(kind, {})})
+    return found

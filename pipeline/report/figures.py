@@ -1,0 +1,63 @@
+"""Figures as people read them, and how sure one can be of a share or of a correlation."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+NORMAL_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
+Interval = tuple[float, float]
+
+
+def number(value: Any) -> str:
+    """A metric for people: three digits, which they can compare; `–` for what is missing."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(number, value)) or "none"
+    if not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
+
+
+def share(value: float) -> str:
+    """A share between 0 and 1, or the end of an interval of one."""
+    return f"{value:.2f}"
+
+
+def between(interval: Interval) -> str:
+    """An interval of shares in words."""
+    return f"95\u00a0% interval {share(interval[0])} to {share(interval[1])}"
+
+
+def wilson(right: float, num: int) -> Interval:
+    """Wilson's 95 % interval (1927) of a share of `num` independent trials. Ties that count half make it too wide,
+    never too narrow."""
+    if num == 0:
+        return 0.0, 1.0
+    z2 = NORMAL_95**2
+    middle = (right + z2 / (2 * num)) / (1 + z2 / num)
+    half = NORMAL_95 * math.sqrt(right * (1 - right) / num + z2 / (4 * num**2)) / (1 + z2 / num)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, Interval] | None:
+    """Spearman's, with Fisher's 95 % interval; None for fewer than four pairs, or where one side is all alike."""
+    if len(ours) < 4 or len(set(ours)) == 1 or len(set(theirs)) == 1:
+        return None
+    found = float(np.corrcoef(_ranks(ours), _ranks(theirs))[0, 1])
+    middle, half = math.atanh(max(min(found, 0.999999), -0.999999)), NORMAL_95 * math.sqrt(1.06 / (len(ours) - 3))
+    return found, (math.tanh(middle - half), math.tanh(middle + half))
+
+
+def _ranks(values: Sequence[float]) -> "np.ndarray[Any, Any]":
+    """Places from 0; equal values share the mean of theirs."""
+    _, place, counts = np.unique(np.asarray(values, dtype=float), return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means: np.ndarray[Any, Any] = (ends - counts + ends - 1) / 2
+    return means[place]

@@ -1,0 +1,208 @@
+"""report.html: one file that shows what every stage brought; `rlhf run` and `rlhf report` write it."""
+
+import json
+import math
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+from rlhf.pipeline.report import facts
+from rlhf.pipeline.report.changes import changes
+from rlhf.pipeline.report.charts import draw_charts
+from rlhf.pipeline.report.diagnoses import diagnose
+from rlhf.pipeline.report.drawing import (
+    DASHES,
+    SERIES,
+    draw_histogram,
+    draw_power_law,
+    draw_reliability,
+    draw_variants,
+)
+from rlhf.pipeline.report.evaluation import evaluation, frontier
+from rlhf.pipeline.report.figures import number
+from rlhf.pipeline.report.gallery import clip, gallery
+from rlhf.pipeline.report.judgement import judge_run
+from rlhf.pipeline.report.run import MODELS, TITLES, Run, Stage, read_run
+from rlhf.pipeline.report.verdicts import outcome
+from rlhf.pipeline.scaling import PowerLaw
+from rlhf.pipeline.summary import duration
+from rlhf.pipeline.sweep import read_sweep, table
+from rlhf.stages.artifact import Artifact
+from rlhf.stages.disk import replace_text
+
+MAX_TEXTS = 30
+"""What a base model writes over time, and pairs that a reward model is wrong about, at most."""
+MAX_CHARACTERS = 1000
+PURPOSES = {
+    "pretrain": "A decoder learns to continue raw text.",
+    "sft": "It learns to answer, from prompts with good responses.",
+    "feedback": "It answers each prompt several times, and people or a judge rank the answers.",
+    "reward": "A second model learns from ranked answers what people prefer: one score per response.",
+    "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
+}
+LAWS = [("N", "parameters"), ("D", "tokens"), ("C", "compute")]
+
+
+def render(run_dir: str | Path, price_per_hour: float | None = None) -> Path:
+    """Write `run_dir`/report.html from what is there, finished stages or not, and return its path.
+
+    `price_per_hour` is what an hour of the run's machines costs, in any currency; without it no price is shown.
+    Raises RefusedError where `run_dir` is not the folder of a run.
+    """
+    run = read_run(run_dir)
+    path = run.folder / "report.html"
+    replace_text(path, page(run, price_per_hour))
+    return path
+
+
+def page(run: Run, price_per_hour: float | None = None) -> str:
+    """The report as HTML."""
+    verdicts = judge_run(run)
+    stages = [_stage(stage) for stage in run.stages.values()]
+    findings = run.metrics("ppo").get("findings") or []
+    unfinished = next((name for name, stage in run.stages.items() if not stage.done), None)
+    return (
+        environment()
+        .get_template("report.html.jinja")
+        .render(
+            name=run.name,
+            run=run,
+            outcome=outcome(verdicts, facts.last_model(run), unfinished),
+            verdicts=verdicts,
+            diagnoses=[(TITLES[stage], *found) for stage, *found in diagnose(verdicts, findings)],
+            stages=stages,
+            tiles=[change for stage in stages for change in stage["changes"][:1]],
+            rounds=_rounds(run.rounds),
+            evaluation=evaluation(run),
+            frontier=frontier(run),
+            gallery=gallery(run.answers, MODELS),
+            texts_of_base=[row for row in run.stages["pretrain"].samples if "text" in row][-MAX_TEXTS:][::-1]
+            if "pretrain" in run.stages
+            else [],
+            sweep=_sweep(run.folder),
+            data=[(stage, found) for stage in run.stages.values() if (found := facts.data(stage))],
+            costs=facts.costs(run, price_per_hour),
+            priced=price_per_hour is not None,
+            lineage=facts.lineage(run),
+        )
+    )
+
+
+def environment() -> Environment:
+    """Templates of the package, in which everything is escaped."""
+    found = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: files(__package__).joinpath("templates", name).read_text("utf-8")),
+    )  # fmt: skip
+    found.filters.update(number=number, duration=duration, clip=_clip, percent="{:.1%}".format)
+    found.globals.update(series=list(zip(SERIES, DASHES, strict=True)))
+    return found
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    """What the page shows of one stage beside its figures."""
+    curves = {name: line for name, line in stage.curves.items() if not facts.is_of_phases(name)}
+    return {
+        "stage": stage,
+        "purpose": PURPOSES[stage.name],
+        "warnings": _warnings(stage.metrics),
+        "changes": changes(stage.name, stage.metrics),
+        "card": _card(stage),
+        "phases": facts.phases(stage.rows),
+        **draw_charts(stage.name, curves, stage.metrics),
+    }
+
+
+def _rounds(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line per round that has begun: what was ranked, and what became of it; gains are over the round before."""
+    found: list[dict[str, Any]] = []
+    for place, entries in enumerate(rounds, start=1):
+        feedback, reward, ppo = (entries.get(stage, {}).get("metrics", {}) for stage in ("feedback", "reward", "ppo"))
+        if not feedback:
+            break
+        quality = ppo.get("true_quality")
+        before = found[-1]["quality"] if found else ppo.get("sft_true_quality")
+        found.append({
+            "number": place,
+            "rankings": feedback.get("num_rankings"),
+            "accuracy": reward.get("accuracy"),
+            "quality": quality,
+            "gain": None if quality is None or before is None else quality - before,
+            "win_rate": ppo.get("win_rate"),
+            "kl": ppo.get("kl"),
+        })  # fmt: skip
+    return found
+
+
+def _warnings(metrics: dict[str, Any]) -> list[str]:
+    """What the final metrics say against a stage, in sentences."""
+    found = []
+    if findings := metrics.get("findings"):
+        named = ", ".join(name.replace("_", " ") for name in findings)
+        found.append(f"Not healthy at the end: {named}.")
+    if failed := metrics.get("gates_failed"):
+        found.append(f"PPO does not start from it: {'; '.join(failed)}.")
+    return found
+
+
+def _card(stage: Stage) -> dict[str, Any] | None:
+    """The report card of a reward model with its drawings; None for a stage that has none, or not yet."""
+    card = stage.card
+    if card is None or stage.artifact is None:
+        return None
+    worst = stage.artifact.folder / "worst_pairs.jsonl"
+    groups = {"length": card["by_length"], "margin": card["by_margin"], "source": card["by_source"]}
+    return card | {
+        "figures": stage.manifest["metrics"],
+        "groups": {title: found for title, found in groups.items() if found},
+        "worst": [json.loads(line) for line in worst.read_text(encoding="utf-8").splitlines()],
+        "reliability_svg": draw_reliability(card),
+        "histogram_svg": draw_histogram(card),
+    }
+
+
+def _sweep(run_dir: Path) -> dict[str, Any] | None:
+    """The table of the run's last sweep with its drawings; None where there was none."""
+    found = read_sweep(run_dir)
+    rows = found["rows"]
+    if not rows:
+        return None
+    finished = sorted((row for row in rows if row["val_loss"] is not None), key=lambda row: row["val_loss"])
+    curves = [(row["name"], _val_losses(Artifact(run_dir / row["folder"])), row["val_loss"]) for row in finished]
+    curves = [curve for curve in curves if curve[1]]
+    return {
+        "rows": rows,
+        "table": table(rows),
+        "failed": [row for row in rows if row["error"] is not None],
+        "vocabularies": len({row["vocab_size"] for row in finished}),
+        "curves": curves if len(curves) <= 3 else [curves[0], curves[-1]],
+        "others": len(curves) - 2 if len(curves) > 3 else 0,
+        "curves_svg": draw_variants([line for _, line, _ in curves], 0, len(curves) - 1) if curves else None,
+        "laws": [_law(symbol, name, found["scaling"][name]) for symbol, name in LAWS if found["scaling"]],
+    }
+
+
+def _val_losses(artifact: Artifact) -> list[tuple[float, float]]:
+    losses = {row["step"]: row["val_loss"] for row in artifact.metrics if math.isfinite(row.get("val_loss", math.nan))}
+    return sorted(losses.items())
+
+
+def _law(symbol: str, name: str, part: dict[str, Any]) -> dict[str, Any]:
+    """A power law with its formula and its drawing."""
+    law = PowerLaw(**part["fit"]) if part["fit"] else None
+    power = math.floor(law.log10_constant) if law else 0
+    return {
+        "symbol": symbol,
+        "count": len(part["points"]),
+        "law": law,
+        "constant": 10 ** (law.log10_constant - power) if law else None,
+        "power": power,
+        "svg": draw_power_law(part["points"], law, f"Held-out loss over {name}") if part["points"] else "",
+    }
+
+
+def _clip(text: str) -> str:
+    kept, left_out = clip(text, MAX_CHARACTERS)
+    return f"{kept} …" if left_out else kept

@@ -1,0 +1,189 @@
+"""What a report reads of a run folder: its stages with their metrics, and the evaluation where there is one."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.errors import SettingsError
+from rlhf.pipeline.report.curves import Line, curves
+from rlhf.pipeline.summary import flat, nested, outcome, run_status
+from rlhf.stages.artifact import Artifact
+
+TITLES = {"pretrain": "Pretraining", "sft": "SFT", "feedback": "Feedback", "reward": "Reward model", "ppo": "PPO"}
+MODELS = {"base": "base", "sft": "SFT", "ppo": "PPO"}
+"""Of an evaluation, each with what people call it."""
+OF_STAGES = {"sft": "sft", "ppo": "ppo"}
+"""Models of an evaluation that a stage of the run made."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the run, of the newest round, finished or not."""
+
+    name: str
+    entry: dict[str, Any]
+    """Its line in the run's status."""
+    artifact: Artifact | None
+    manifest: dict[str, Any]
+    """Empty until it is finished."""
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.name]
+
+    @property
+    def status(self) -> str:
+        return str(self.entry["status"])
+
+    @property
+    def done(self) -> bool:
+        return self.status == "done"
+
+    @property
+    def outcome(self) -> str:
+        return outcome(self.entry)
+
+    @property
+    def message(self) -> str | None:
+        """Why it is not finished, where it says so."""
+        return None if self.done else self.entry.get("message")
+
+    @property
+    def folder(self) -> str | None:
+        return self.artifact.folder.name if self.artifact else None
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """The final ones, with `guessing_loss`, the loss of a model that knows nothing."""
+        found = dict(self.entry["metrics"])
+        if vocab_size := found.get("vocab_size"):
+            found["guessing_loss"] = math.log(vocab_size)
+        return found
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl."""
+        return self.artifact.metrics if self.artifact else []
+
+    @cached_property
+    def curves(self) -> dict[str, Line]:
+        return curves(self.rows)
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        return self.artifact.samples if self.artifact else []
+
+    @cached_property
+    def card(self) -> dict[str, Any] | None:
+        """The report card of a finished reward model."""
+        found = self._json("card.json") if self.manifest else None
+        return found if isinstance(found, dict) else None
+
+    @cached_property
+    def corpus(self) -> dict[str, Any]:
+        """What became of the documents of pretraining."""
+        return self._json("corpus.json") or {}
+
+    def _json(self, name: str) -> Any:
+        path = self.artifact.folder / name if self.artifact else None
+        return read_json(path) if path and path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read once."""
+
+    folder: Path
+    status: dict[str, Any]
+    stages: dict[str, Stage]
+    evaluation: dict[str, Any] | None
+    """evaluation.json, if it is there and of the models that the run has now."""
+    evaluation_is_old: bool
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """Held-out prompts as evaluation.jsonl has them: `prompt`, and by model `answers`, `scores`, `qualities`. Those of
+    `samples` where there are none."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """In the same form, of the ppo stage itself."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        rounds: list[dict[str, Any]] = self.status.get("rounds", [])
+        return rounds
+
+    @property
+    def seconds(self) -> float:
+        """Of all stages of all rounds."""
+        return float(sum(entry["seconds"] or 0 for entry in flat(self.status).values()))
+
+    @property
+    def recipe(self) -> str | None:
+        path = self.folder / "recipe.yaml"
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+    def metrics(self, stage: str) -> dict[str, Any]:
+        """Final metrics of a stage, empty where the run does not have it."""
+        return self.stages[stage].metrics if stage in self.stages else {}
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Raises RefusedError where `run_dir` is not the folder of a run, or a file in it is damaged."""
+    run_dir = Path(run_dir)
+    status = nested(run_status(run_dir))
+    stages = {name: _stage(name, entry, run_dir) for name, entry in status["stages"].items()}
+    evaluation, old = _evaluation(run_dir, stages)
+    answers = _evaluated(run_dir / "evaluation.jsonl") if evaluation else []
+    samples = [_as_evaluated(sample) for sample in stages["ppo"].samples] if "ppo" in stages else []
+    return Run(run_dir, status, stages, evaluation, old, answers or samples, samples)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise SettingsError(f"{path}: is damaged; delete it, and what wrote it makes it anew") from None
+
+
+def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> Stage:
+    artifact = Artifact(run_dir / entry["folder"]) if entry["folder"] else None
+    return Stage(name, entry, artifact, artifact.manifest if artifact and artifact.sealed else {})
+
+
+def _evaluation(run_dir: Path, stages: dict[str, Stage]) -> tuple[dict[str, Any] | None, bool]:
+    """The run's evaluation, and whether there is one of other models than those that the run has now."""
+    path = run_dir / "evaluation.json"
+    if not path.is_file():
+        return None, False
+    found = read_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("models"), dict):
+        raise SettingsError(f"{path}: is damaged; delete it, and `rlhf eval {run_dir}` makes it anew")
+    for name, stage in OF_STAGES.items():
+        made = str((found["models"].get(name) or {}).get("model", ""))
+        folder = stages[stage].folder if stage in stages else None
+        if folder and made.startswith(f"{stage}-") and made != folder:
+            return None, True
+    return found, False
+
+
+def _evaluated(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _as_evaluated(sample: dict[str, Any]) -> dict[str, Any]:
+    """A row of the ppo stage's samples.jsonl in the form of evaluation.jsonl."""
+    names = [name for name in OF_STAGES if name in sample]
+    return {
+        "prompt": sample["prompt"],
+        "answers": {name: sample[name] for name in names},
+        "scores": {name: sample[f"{name}_score"] for name in names if f"{name}_score" in sample},
+        "qualities": {name: sample[f"{name}_quality"] for name in names if f"{name}_quality" in sample},
+    }

@@ -1,0 +1,134 @@
+"""`rlhf report A B`: what differs between runs, on a page and on the terminal."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_world import METRICS, SAMPLE, make_run, set_metrics, words, write_lines
+
+from rlhf.pipeline.report.compare import Comparison, names
+
+Rlhf = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.pipeline.report.compare.draw_lines", lambda *_: "")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two runs that share their SFT stage, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    judged = SAMPLE | {"sft_quality": 0.1, "ppo_quality": 0.5}
+    first = make_run(tmp_path / "a", ["sft", "ppo"], [judged, judged | {"prompt": "only here"}])
+    second = make_run(tmp_path / "b", ["sft", "ppo"], [judged | {"ppo": "A fox eats birds.", "ppo_quality": 0.9}])
+    for run_dir in (first, second):
+        path = run_dir / "sft-0123abcd" / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"key": "c0de"}), encoding="utf-8")
+    (first / "recipe.yaml").write_text("seed: 7\nppo: {kl_coef: 0.05, rewards: [{weight: 1.0}]}\n", encoding="utf-8")
+    (second / "recipe.yaml").write_text("seed: 7\nppo: {kl_coef: 0.1, rewards: [{weight: 2.0}]}\n", encoding="utf-8")
+    set_metrics(second, "ppo", kl=9.2, true_quality=0.5)
+    return first, second
+
+
+def test_settings_that_differ_are_told_by_their_dotted_names(runs: tuple[Path, Path]) -> None:
+    assert Comparison(runs).settings() == [("ppo.kl_coef", ["0.05", "0.1"]), ("ppo.rewards.0.weight", ["1.0", "2.0"])]
+
+
+def test_contents_of_data_and_versions_are_told_too(runs: tuple[Path, Path]) -> None:
+    path = runs[1] / "ppo-0123abcd" / "manifest.json"
+    made = json.loads(path.read_text(encoding="utf-8"))
+    made["made_with"]["versions"]["torch"] = "2.14.0"
+    path.write_text(json.dumps(made | {"data": {"data": "feedbeeffeedbeef"}}), encoding="utf-8")
+    differing = dict(Comparison(runs).settings())
+    assert differing["ppo.data, contents"] == ["–", "feedbeeffeed"]
+    assert differing["version of torch"] == ["2.13.0", "2.14.0"]
+
+
+def test_metrics_stand_side_by_side_with_their_difference_from_the_first(runs: tuple[Path, Path]) -> None:
+    lines = {line["name"]: line for line in Comparison(runs).metrics()["ppo"]}
+    assert lines["kl"]["values"] == [8.7, 9.2]
+    assert lines["kl"]["differences"] == [None, pytest.approx(0.5)]
+    assert lines["true_quality"]["main"] is True
+    assert lines["sft_true_quality"]["main"] is False
+
+
+def test_the_page_shows_verdicts_curves_and_common_prompts(runs: tuple[Path, Path]) -> None:
+    html = Comparison(runs).page()
+    shown = words(html)
+    assert "ppo.kl_coef 0.05 0.1" in shown
+    assert "true_quality 0.830 0.500 −0.330" in shown
+    assert "SFT ✓ learned SFT learned: held-out loss 3.42 → 1.17. ✓ learned" in shown
+    assert "The same in all of these runs, by their keys: SFT." in shown
+    assert shown.count("Loss, nats per token") == 0  # so its curves say nothing
+    assert "Score: score a 0.900 b 0.900" in shown
+    assert "1 prompt. By true quality, b is better than a for 1 and worse for 0 ." in shown
+    assert "+0.40 What does a fox eat? a true quality 0.50 score 2.25 A fox eats mice. b" in shown
+    assert "A fox eats <del>mice.</del>" in html
+    assert "A fox eats <ins>birds.</ins>" in html
+    assert "only here" not in shown
+
+
+def test_scores_of_different_reward_models_are_not_compared(runs: tuple[Path, Path]) -> None:
+    for run_dir in runs:
+        write_lines(run_dir / "ppo-0123abcd" / "samples.jsonl", [SAMPLE])
+    assert "reward models of their own, whose scores do not compare" in words(Comparison(runs).page())
+    for run_dir in runs:
+        path = run_dir / "ppo-0123abcd" / "manifest.json"
+        made = json.loads(path.read_text(encoding="utf-8")) | {"inputs": {"reward_model": "beef"}}
+        path.write_text(json.dumps(made), encoding="utf-8")
+    assert "By the score of their common reward model" in words(Comparison(runs).page())
+
+
+def test_text_of_people_cannot_become_markup(runs: tuple[Path, Path]) -> None:
+    (runs[1] / "recipe.yaml").write_text("name: '<script>x</script>'\n", encoding="utf-8")
+    html = Comparison(runs).page()
+    assert html.count("<script") == 1
+    assert "&lt;script&gt;x" in html
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths() -> None:
+    assert names([Path("x/run"), Path("y/run"), Path("z")]) == ["x/run", "y/run", f"{Path().resolve().name}/z"]
+    assert names([Path("a"), Path("b")]) == ["a", "b"]
+
+
+def test_the_command_writes_a_page_and_prints_a_table(rlhf: Rlhf, runs: tuple[Path, Path], tmp_path: Path) -> None:
+    code, out, _ = rlhf("report", "a", "b")
+    assert code == 0
+    assert out.rstrip().endswith("comparison.html")
+    assert (tmp_path / "comparison.html").is_file()
+    rows = [line.split() for line in out.splitlines()]
+    assert ["ppo.kl_coef", "0.05", "0.1"] in rows
+    assert ["ppo", "kl", "8.70", "9.20", "(+0.500)"] in rows
+    code, out, _ = rlhf("report", "a", "b", "--out", "x.html")
+    assert (code, out.splitlines()[-1]) == (0, "x.html")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["a", "nowhere"], "nowhere: not a run folder"),
+    (["a", "a"], "the same run is named twice"),
+    (["a", "b"] * 3, "6 runs are too many for one page; compare at most 5"),
+    (["a", "--out", "x.html"], "--out: goes with several runs"),
+    (["a", "b", "--price-per-hour", "2"], "--price-per-hour: goes with one run"),
+    (["a", "b", "--out", "none/x.html"], "--out none/x.html: cannot be written"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_refused(
+    rlhf: Rlhf, runs: tuple[Path, Path], arguments: list[str], said: str
+) -> None:
+    code, _, err = rlhf("report", *arguments)
+    assert code == 2
+    assert said in err
+
+
+def test_three_runs_may_have_stages_that_others_lack(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    third = make_run(tmp_path / "c", list(METRICS))
+    comparison = Comparison([*runs, third])
+    found: dict[str, Any] = comparison.metrics()
+    assert found["pretrain"][0]["values"] == [None, None, 2.164]
+    assert "held-out loss 2.16" in words(comparison.page())
+    columns, rows = comparison.table()
+    assert columns == ["", "a", "b", "c"]
+    assert ["pretrain val_loss", "–", "–", "2.16"] in rows

@@ -1,0 +1,98 @@
+"""What the report shows of evaluation.json, in its full and its cheap form, and of one that is old."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_world import SAMPLE, make_run, page, words, write_lines
+
+from rlhf.data.errors import RefusedError
+from rlhf.pipeline.report.evaluation import frontier
+from rlhf.pipeline.report.run import read_run
+
+SCORE = {"mean": 0.5, "std": 1.0, "quantiles": [-1.0, 0.0, 0.25, 1.0, 2.0]}
+MODEL = {
+    "model": "sft-0123abcd", "digest": "beef", "text_perplexity": 8.0, "num_text_tokens": 100,
+    "response_perplexity": 3.0, "num_response_tokens": 50, "score": SCORE, "quality": None, "length": 20.0,
+    "eos_share": 1.0, "distinct_1": 0.5, "distinct_2": 0.75, "repetition": 0.01, "refusal_share": 0.0, "kl": None,
+    "kl_interval": None,
+}  # fmt: skip
+PAIR = {"one": "ppo", "other": "sft", "by": "judge", "wins": 70, "ties": 10, "losses": 20, "win_rate": 0.75,
+        "interval": [0.66, 0.83], "length_controlled": 0.7, "length_controlled_interval": [0.6, 0.8]}  # fmt: skip
+FULL: dict[str, Any] = {
+    "form": "full", "settings": {"seed": 0, "temperature": 1.0, "num_prompts": 100}, "reward_model": "reward-0123abcd",
+    "judge": "world:judge", "pairs": [PAIR], "tasks": {"sft": {"arc": 0.25}, "ppo": None},
+    "models": {"sft": MODEL, "ppo": MODEL | {"model": "ppo-0123abcd", "text_perplexity": 10.0, "kl": 9.0}},
+    "best_of_n": [{"n": 1, "score": 0.5, "score_interval": [0.4, 0.6], "quality": 0.4, "kl": 0.0},
+                  {"n": 4, "score": 1.2, "score_interval": [1.1, 1.3], "quality": 0.6, "kl": 0.636}],
+}  # fmt: skip
+
+
+def evaluated(folder: Path, content: dict[str, Any], rows: list[dict[str, Any]] | None = None) -> Path:
+    run_dir = make_run(folder, ["sft", "ppo"], [SAMPLE])
+    (run_dir / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")
+    if rows is not None:
+        write_lines(run_dir / "evaluation.jsonl", rows)
+    return run_dir
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.pipeline.report.charts.draw_lines", lambda *_: "")
+
+
+def test_the_full_form_shows_win_rates_with_intervals_and_the_alignment_tax(tmp_path: Path) -> None:
+    rows = [{"prompt": "Why?", "answers": {"base": "b", "sft": "s", "ppo": "p"}, "lengths": {"ppo": 7}}]
+    html = page(evaluated(tmp_path / "run", FULL, rows))
+    shown = words(html)
+    assert "PPO over SFT the judge 70 10 20 0.75 0.66 to 0.83" in shown
+    assert "PPO over SFT at equal length the judge 0.70 0.60 to 0.80" in shown
+    assert 'aria-label="0.75, interval 0.66 to 0.83, on a scale from 0 to 1"' in html
+    assert "of each model SFT PPO perplexity of held-out text 8.00 10.0" in shown
+    assert "KL from SFT, nats per response – 9.00 scores of nine in ten answers -1.00 to 2.00 -1.00 to 2.00" in shown
+    assert "PPO raised the perplexity of held-out text from 8.00 to 10.0 (+25%)." in shown
+    assert "best of n answers of SFT, n = 1, 4" in shown
+    assert "arc" in shown
+    assert "Why? base b SFT s PPO 7 tokens p" in shown  # of evaluation.jsonl, and not of samples.jsonl
+    assert "100 prompts, 95 % interval 0.66 to 0.83" in shown  # in PPO's verdict
+
+
+def test_the_cheap_form_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
+    cheap = {"form": "cheap", "settings": {}, "reward_model": None, "judge": None, "pairs": [], "best_of_n": None,
+             "tasks": {"sft": None}, "models": {"sft": {"model": "sft-0123abcd"}, "ppo": None}}  # fmt: skip
+    shown = words(page(evaluated(tmp_path / "run", cheap)))
+    assert "This is the cheap form" in shown
+    assert "win rate, ties" not in shown
+    assert "lm-eval" not in shown
+    assert "What does a fox eat?" in shown  # of the ppo stage's samples
+
+
+def test_an_evaluation_of_models_that_are_gone_is_left_out_and_said_to_be_old(tmp_path: Path) -> None:
+    other = FULL | {"models": {"sft": MODEL, "ppo": MODEL | {"model": "ppo-feedbeef"}}}
+    shown = words(page(evaluated(tmp_path / "run", other)))
+    assert "evaluation.json is of other models than those that the run has now" in shown
+    assert "PPO over SFT" not in shown
+
+
+def test_a_damaged_evaluation_is_refused_by_name(tmp_path: Path) -> None:
+    run_dir = evaluated(tmp_path / "run", FULL)
+    for text in ("{", "[]"):
+        (run_dir / "evaluation.json").write_text(text, encoding="utf-8")
+        with pytest.raises(RefusedError, match=r"evaluation\.json: is damaged"):
+            read_run(run_dir)
+
+
+def test_the_frontier_lies_over_the_root_of_the_kl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = evaluated(tmp_path / "run", FULL)
+    rows = [
+        {"step": step, "eval_kl": kl, "eval_score": kl / 2, "eval_sft_score": 0.0} for step, kl in ((5, 4.0), (9, 16.0))
+    ]
+    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", rows)
+    drawn: list[Any] = []
+    monkeypatch.setattr("rlhf.pipeline.report.evaluation.draw_frontier", lambda lines, label: drawn.append(lines))
+    frontier(read_run(run_dir))
+    scores, qualities = drawn
+    assert scores["PPO, evaluation by evaluation"] == [(0.0, 0.0), (2.0, 2.0), (4.0, 8.0)]
+    assert scores["best of n answers of SFT, n = 1, 4"] == [(0.0, 0.5), (pytest.approx(0.7975, abs=1e-4), 1.2)]
+    assert list(qualities) == ["best of n answers of SFT, n = 1, 4"]
