@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # The models of the tests are tiny: with more threads per worker the workers only wait for each other.
 test: export OMP_NUM_THREADS = 1
 
-.PHONY: help demo test lint typecheck format clean
+.PHONY: help demo test lint typecheck format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -36,6 +36,9 @@ typecheck: $(INSTALLED)  ## mypy on the wheel as people install it
 format: $(INSTALLED)  ## let ruff format the code and fix what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED)  ## the documentation as a site, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment, builds and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

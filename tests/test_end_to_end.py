@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import forking
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -64,9 +62,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ])  # fmt: skip
     (home / "input.txt").write_text("To be, or not to be: that is the question. " * 30)
     write(home / "prompts.jsonl", [{"prompt": f"Who is {h}?"} for h in heroes])
-    write(home / "test.jsonl", [{"prompt": "Who is fox?"}, {"prompt": "Who is owl?"}])
-    theirs = [{"question": f"Who is {h}?", "response_j": f"A {h}.", "response_k": "No."} for h in heroes]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(theirs), home / "theirs.parquet")
     return home
 
 
@@ -145,9 +140,7 @@ def readme_commands() -> list[str]:
 
 def test_every_command_of_the_readme_runs(home: Path) -> None:
     shutil.copy(ROOT / "accelerate_config.yaml", home)
-    (base,) = home.glob("runs/demo/sft-*/model")
-    fewer = {"Qwen/Qwen3-0.6B": str(base), "num_processes=4": "num_processes=2"}
-    commands = [re.sub("|".join(fewer), lambda found: fewer[found[0]], command) for command in readme_commands()]
+    commands = [command.replace("num_processes=4", "num_processes=2") for command in readme_commands()]
     assert len(commands) >= 10
     processes = []
     for command in commands:
@@ -163,20 +156,6 @@ def test_every_command_of_the_readme_runs(home: Path) -> None:
             processes.append(json.loads((new / "manifest.json").read_text())["made_with"]["processes"])
     assert processes == [2, 1]
     assert os.path.exists(home / "runs" / "only-sft" / "summary.json")
-
-
-def test_what_init_writes_for_a_strangers_files_runs_without_an_edit(tmp_path: Path) -> None:
-    heroes = ("fox", "cat", "dog", "bear", "duck", "goat", "king", "wolf")
-    write(tmp_path / "answers.jsonl", [{"prompt": f"Who is {h}?", "response": f"A {h}."} for h in heroes])
-    write(tmp_path / "pairs.jsonl", [{"prompt": f"Who is {h}?", "chosen": f"A {h}.", "rejected": "No"} for h in heroes])
-    (tmp_path / "story.txt").write_text("To be, or not to be: that is the question. " * 30)
-    small = ("pretrain.hidden_size=16", "pretrain.num_layers=1", "pretrain.num_steps=2", "ppo.num_iterations=2")
-    rlhf("init", "own", cwd=tmp_path)
-    rlhf("run", "own.yaml", *small, "ppo.rollout_batch_size=8", "ppo.max_new_tokens=8", cwd=tmp_path)
-    assert {stage: entry["status"] for stage, entry in summary(tmp_path / "runs" / "own").items()} == dict.fromkeys(
-        ("pretrain", "sft", "reward", "ppo"), "done"
-    )
-    assert "rlhf chat runs/own" in rlhf(cwd=tmp_path).stdout
 
 
 def test_a_stage_of_two_processes_makes_the_figures_of_one(home: Path) -> None:

@@ -1,14 +1,12 @@
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import PACKAGES, ROOT, build_wheel
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ["data", "stages", "pipeline", "recipes"]
 HEAVY = {
     "starlette",
     "uvicorn",
@@ -27,16 +25,7 @@ CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPAT
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: a build here would leave build/ behind, which later wheels pick up."""
-    source = tmp_path_factory.mktemp("source")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ["pyproject.toml", "README.md", "LICENSE"]:
-        shutil.copy(ROOT / name, source)
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", out, source], check=True, capture_output=True, cwd=out)
-    return next(out.glob("*.whl"))
+    return build_wheel(tmp_path_factory.mktemp("build"))
 
 
 def python(code: str, cwd: Path, **environment: str) -> str:

@@ -1,0 +1,169 @@
+"""Every `rlhf` command in the blocks of docs/ runs, on tiny models and files that stand in for those that it names.
+
+Those of the README run in tests/test_end_to_end.py.
+"""
+
+import csv
+import glob
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import forking
+import pyarrow
+import pyarrow.parquet
+import pytest
+from docs_world import PAGES, ROOT, blocks, commands, parse, read
+
+from rlhf.pipeline.recipe import load_recipe
+
+SMALL = {
+    "demo": (
+        *("pretrain.hidden_size=16", "pretrain.num_layers=1", "pretrain.num_heads=2", "pretrain.num_steps=2"),
+        *("pretrain.eval_every=2", "pretrain.data.options.num=100", "sft.data.options.num=40", "sft.num_epochs=1"),
+        *("reward.data.options.num=20", "reward.num_epochs=1", "reward.max_new_tokens=8", "ppo.max_new_tokens=8"),
+        *("ppo.num_iterations=1", "ppo.rollout_batch_size=4", "ppo.num_eval_samples=1", "ppo.eval_data=asked.jsonl"),
+    ),
+    "shakespeare": (
+        *("pretrain.hidden_size=16", "pretrain.num_heads=2", "pretrain.num_layers=1", "pretrain.block_size=16"),
+        *("pretrain.num_steps=2", "pretrain.global_batch_size=2", "pretrain.sample_length=4"),
+    ),
+}
+"""What makes minutes a second, by recipe."""
+STAND_INS = {
+    "Qwen/Qwen3-0.6B": "base", "path/to/sft": "base", "path/to/reward": "models/helpful",
+    "trl-lib/tldr": "prompts.jsonl", "num_iterations: 1953": "num_iterations: 1",
+    "rollout_batch_size: 512": "rollout_batch_size: 4",
+    "max_new_tokens: 53": "max_new_tokens: 8\n  max_prompt_length: 64",
+}  # fmt: skip
+"""What stands in for models, data and sizes that a page names."""
+PARSED_ALONE = {
+    r"run demo_rounds": "tests/test_rounds_end_to_end.py runs it",
+    r"run (hh|tldr)": "data and models are on the hub; tests/recipes/test_hub_recipes.py has stand-ins",
+    r"estimate": "it takes long; tests/pipeline/test_pipeline_estimate.py runs it",
+    r"run my-run.yaml": "tests/test_strangers_path.py runs what init wrote",
+    r"run mine.yaml (num_processes|accelerate_config)=": "tests/test_end_to_end.py does so, as the README has it",
+    r"rank \S+( --tokens --url \S+)?$": "it serves a page until Ctrl-C; tests/pipeline/test_rank_cli.py does that",
+    r"judge .* --endpoint": "it asks a server; tests/pipeline/test_sample_cli.py has one",
+    r"export .* --push-to-hub": "it asks the hub; tests/stages/test_export.py has a stand-in",
+    r"ppo mine.yaml .* --profile": "tests/stages/test_profile.py records a trace",
+}
+"""Commands whose words are parsed, and whose recipe is read, but which are not run: why."""
+
+
+def rlhf(*words: str, cwd: Path, typed: str = "") -> forking.Command:
+    done = forking.rlhf(*words, cwd=cwd, typed=typed)
+    assert done.returncode == 0, f"rlhf {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with finished runs of the demo and of the README's recipe, and the files that pages name."""
+    home = tmp_path_factory.mktemp("docs")
+    heroes = ("fox", "cat", "dog", "bear", "duck", "goat", "king", "wolf")
+    write(home / "demonstrations.jsonl", [{"prompt": f"Who is {h}?", "response": f"A {h}."} for h in heroes])
+    write(home / "rankings.jsonl", [
+        {"prompt": f"Who is {h}?", "responses": [f"A {h}.", "No.", "Who?"], "ranks": [1, 2, 2]} for h in heroes
+    ])  # fmt: skip
+    write(home / "prompts.jsonl", [{"prompt": f"Who is {h}?", "answer": h} for h in heroes])
+    write(home / "test.jsonl", [{"prompt": "Who is fox?"}, {"prompt": "Who is owl?"}])
+    votes = [{"question": f"Who is {h}?", "response_j": f"A {h}.", "response_k": "No."} for h in heroes]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(votes), home / "theirs.parquet")
+    asked = ("Tell me about a kite and a fox.", "Write about a bear and a hat.")
+    write(home / "asked.jsonl", [{"prompt": prompt} for prompt in asked])
+    write(home / "grade_school.jsonl", [{"question": "2 + 3?", "answer": "5"}])
+    (home / "input.txt").write_text("To be, or not to be: that is the question. " * 30)
+    shutil.copy(ROOT / "accelerate_config.yaml", home)
+    with (home / "posts.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["title", "body", "votes"], ["Who?", "A fox.", "3"]])
+    for block in blocks("python"):
+        if found := re.match(r"# (\w+\.py)", block.text):
+            (home / found[1]).write_text(block.text)
+    (home / "my_judges.py").write_text("def helpfulness(prompts, responses):\n    return [len(r) for r in responses]\n")
+    rlhf("run", "demo", *SMALL["demo"], cwd=home)
+    (home / "base").symlink_to(next(home.glob("runs/demo/sft-*")) / "model")
+    (home / "models").mkdir()
+    (home / "models" / "helpful").symlink_to(next(home.glob("runs/demo/reward-*")) / "model")
+    [mine] = [block.text for block in blocks("yaml") if block.page == "README.md"]
+    lengths = "\n  max_length: 64\n  global_batch_size: 4"
+    mine = mine.replace("sft:", f"sft:{lengths}").replace("reward:", f"reward:{lengths}\n  model: base")
+    mine = mine.replace(
+        "ppo:", "ppo:\n  num_iterations: 1\n  rollout_batch_size: 4\n  max_prompt_length: 64\n  max_new_tokens: 8"
+    )
+    (home / "mine.yaml").write_text(stood_in(mine))
+    [ppo] = [block.text for block in blocks("yaml") if block.page == "docs/from_trl.md"]
+    (home / "ppo.yaml").write_text(stood_in(ppo))
+    rlhf("run", "mine.yaml", cwd=home)
+    for name, run in (("first", "demo"), ("second", "mine")):
+        (home / "runs" / name).symlink_to(run)
+    return home
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def stood_in(text: str) -> str:
+    return re.sub("|".join(map(re.escape, STAND_INS)), lambda found: STAND_INS[found[0]], text)
+
+
+def commands_of(page: Path) -> list[tuple[list[str], str]]:
+    """The words after `rlhf` of each command of ours on a page, and what is typed into it."""
+    found = []
+    for block in read(page)[0]:
+        for words in commands(block) if block.language == "bash" else ():
+            typed = "Who is the fox?"
+            if "|" in words:  # echo TEXT | rlhf …
+                typed, words = words[1], words[words.index("|") + 1 :]
+            if words[0] == "rlhf":
+                found.append((words[1:], typed))
+    return found
+
+
+def why_not(words: list[str]) -> str | None:
+    """Which pattern of PARSED_ALONE the command has."""
+    return next((pattern for pattern in PARSED_ALONE if re.match(pattern, " ".join(words))), None)
+
+
+PAGES_OF_DOCS = [page for page in PAGES if page.name != "README.md" and commands_of(page)]
+HAVE_RUN = [words for words, _ in commands_of(ROOT / "README.md")]
+"""Commands that need not run once more: the README's, in tests/test_end_to_end.py, and those of earlier pages."""
+
+
+@pytest.mark.parametrize("page", PAGES_OF_DOCS, ids=lambda page: page.stem)
+def test_every_command_of_a_page_runs(home: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    for words, typed in commands_of(page):
+        if words in HAVE_RUN:
+            continue
+        HAVE_RUN.append(words)
+        if why_not(words):
+            _, parameters = parse(words)
+            if words[0] == "rank":  # a judge in the place of people, so that what follows has rankings
+                rlhf("judge", words[1], "--with", "my_judges:helpfulness", cwd=home)
+            if "recipe" in parameters and not parameters["recipe"].startswith("my-run"):
+                load_recipe(parameters["recipe"], parameters["overrides"])
+            continue
+        words = [word for part in map(stood_in, words) for word in (glob.glob(part, root_dir=home) or [part])]
+        make_room(home, words)
+        small = SMALL.get(words[1], ()) if words[0] in ("run", "plan", "pretrain") else ()
+        small = ("--max-new-tokens", "8") if words[0] == "sample" else small
+        rlhf(*words, *small, cwd=home, typed=f"{typed}\n")
+
+
+def make_room(home: Path, words: list[str]) -> None:
+    """Takes away what a command would not write over, which another page made."""
+    out = words[2:3] if words[0] == "export" else words[3:4] if words[:2] == ["data", "export"] else []
+    for path in (home / name for name in out):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def test_no_exception_is_left_over() -> None:
+    met = {why_not(words) for page in PAGES for words, _ in commands_of(page)}
+    assert set(PARSED_ALONE) <= met
+    named = [path for reason in PARSED_ALONE.values() for path in re.findall(r"tests/[\w/]+\.py", reason)]
+    assert [path for path in named if not (ROOT / path).is_file()] == []
