@@ -1,10 +1,6 @@
-"""Held-out evaluation: the same prompts answered by SFT and PPO, scored by reward model and judge.
-
-Run by hand on a finished stage: `python -m rlhf.stages.ppo.evaluate FOLDER`.
-"""
+"""Held-out evaluation while PPO trains: the same prompts answered by SFT and PPO, scored by reward model and judge."""
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +9,15 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Prompt, prompt_text
-from rlhf.stages.artifact import Artifact, read_settings
 from rlhf.stages.disk import replace_text
 from rlhf.stages.engines import Engine
 from rlhf.stages.judge import judge_answers
-from rlhf.stages.models import PolicyModel, load_policy, load_tokenizer
+from rlhf.stages.models import PolicyModel
 from rlhf.stages.out_of_memory import within_memory
-from rlhf.stages.ppo.config import PPOSettings, RolloutSettings
-from rlhf.stages.ppo.prompts import encode_prompts, read_rows
-from rlhf.stages.ppo.rewards import Rewards, load_rewards, response_texts
-from rlhf.stages.ppo.rollout import Rollout, collect, give_room, policy_engine
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.rewards import Rewards, response_texts
+from rlhf.stages.ppo.rollout import Rollout, collect, give_room
 from rlhf.stages.runtime import Runtime
 
 
@@ -112,30 +105,6 @@ class Evaluator:
         ]
 
 
-def evaluate_folder(folder: Path) -> dict[str, float]:
-    """Answer the held-out prompts again with the models of a finished stage; the figures of `comparison`."""
-    if not Artifact(folder).sealed:
-        raise RefusedError(f"{folder}: not a finished ppo stage; it has no manifest.json")
-    # Neither a server is needed for this, nor a second GPU.
-    here = {"rollout": RolloutSettings.model_validate({}), "placement": "together"}
-    settings = read_settings(folder, PPOSettings).model_copy(update=here)
-    assert settings.model is not None
-    run = Runtime(settings, folder, evaluate_only=True)
-    tokenizer = load_tokenizer(str(folder / "model"))
-    encoded, prompts = encode_prompts(run, tokenizer, read_rows(run)[1])
-    policy, reference = (
-        PolicyModel(load_policy(model, tokenizer)) for model in (str(folder / "model"), settings.model)
-    )
-    rewards = load_rewards(settings, tokenizer, policy.model)
-    for model in (policy, reference, rewards):
-        model.to(run.device).eval()
-    engines = {model: policy_engine(run, model) for model in (policy, reference)}
-    evaluator = Evaluator(run, tokenizer, reference, rewards, prompts, encoded, engines)
-    figures = comparison(evaluator(reference), evaluator(policy))
-    run.close()
-    return figures
-
-
 def comparison(sft: list[Answer], ppo: list[Answer]) -> dict[str, float]:
     """The final figures: means over the answers, and PPO's win rate against SFT (ties count half)."""
     figures = {
@@ -180,12 +149,3 @@ def _mean(values: list[Any]) -> float:
 
 def _win_rate(ours: list[float], theirs: list[float]) -> float:
     return _mean([(a > b) + (a == b) / 2 for a, b in zip(ours, theirs, strict=True)])
-
-
-if __name__ == "__main__":
-    try:
-        for name, figure in evaluate_folder(Path(sys.argv[1])).items():
-            print(f"{name:24} {figure:.4f}")
-    except RefusedError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None

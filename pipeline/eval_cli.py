@@ -1,0 +1,136 @@
+"""`rlhf eval`: the models of a run compared, or the attention of one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlhf.data.errors import SettingsError
+from rlhf.pipeline.run_cli import JsonOption, RunArgument
+from rlhf.pipeline.tools_cli import become
+
+if TYPE_CHECKING:
+    from rlhf.stages.artifact import Artifact
+
+eval_app = typer.Typer()
+
+
+@eval_app.command("eval")
+def evaluate(
+    run_dir: RunArgument,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Held-out prompts to answer; by default 128.", show_default=False)
+    ] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(min=1, help="Answers of each model to each; by default 4.", show_default=False)
+    ] = None,
+    best_of: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Draw the best-of-n curve of SFT up to N; by default 16, 0 for none.",
+            show_default=False,
+        ),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="(prompts, responses) -> qualities; by default the recipe's judge.",
+            show_default=False,
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Have a model judge, behind an OpenAI-compatible server: http://127.0.0.1:8000.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="That model, by the server's name for it.", show_default=False)
+    ] = None,
+    key_variable: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable that holds the server's API key.", show_default=False),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Tasks of lm-eval too, with commas (the extra eval).", show_default=False),
+    ] = None,
+    include_path: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Tasks of your own for lm-eval.", show_default=False)
+    ] = None,
+    cheap: Annotated[bool, typer.Option("--cheap", help="Measure as little as a run does after a stage.")] = False,
+    as_json: JsonOption = False,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Draw what each head looks at in a text into RUN/attention.html.", show_default=False
+        ),
+    ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STAGE", help="Whose attention: pretrain, sft or ppo; by default the last.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Compare base, SFT and PPO, or draw a model's attention.
+
+    They are compared on what is held out: the same prompts go through every model: perplexities, scores, win rates with
+    95 % intervals, KL, and what SFT reaches by drawing several answers. RUN/evaluation.json holds the figures,
+    evaluation.jsonl the answers side by side, and report.html is drawn anew. docs/evaluation.md says what the figures
+    mean.
+    """
+    if attention is not None:
+        source = _newest_policy(run_dir, stage).model
+        return become("rlhf.stages.attention", [str(source), str(run_dir / "attention.html"), attention])
+    if stage is not None:
+        raise SettingsError(f"--stage {stage}: goes with --attention TEXT; all stages are evaluated")
+    if (endpoint is None) != (model is None) or (endpoint and judge):
+        raise SettingsError("say who judges: --judge MODULE:FUNCTION, or --endpoint URL with --model NAME")
+    if key_variable is not None and endpoint is None:
+        raise SettingsError("--key-variable goes with --endpoint")
+    if include_path is not None and tasks is None:
+        raise SettingsError("--include-path goes with --tasks")
+    import json
+
+    from rlhf.pipeline import evaluation
+    from rlhf.pipeline.progress import waiting
+    from rlhf.pipeline.runner import render_report
+    from rlhf.pipeline.summary import read_summary, run_status
+    from rlhf.stages.evaluation.config import EvaluationSettings
+    from rlhf.stages.evaluation.config import cheap as cheap_form
+
+    run_status(run_dir)  # refuses what is no run folder
+    given: dict[str, Any] = {"num_prompts": num_prompts, "num_samples": num_samples, "best_of": best_of}
+    given |= {"judge": judge or (None if endpoint else evaluation.judge_in(run_dir))}
+    if endpoint is not None:
+        given |= {"judge_from": {"url": endpoint, "model": model, "key_variable": key_variable}}
+    if tasks is not None:
+        given |= {"tasks": tasks.split(","), "include_path": include_path and str(include_path)}
+    base = cheap_form(None).model_dump() if cheap else {}
+    asked = EvaluationSettings.load(base | {name: value for name, value in given.items() if value is not None}, "eval")
+    with waiting("loading") as tell:
+        found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, read_summary(run_dir)), asked, tell)
+    render_report(run_dir)
+    if as_json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+    else:
+        evaluation.show(found)
+
+
+def _newest_policy(run_dir: Path, stage: str | None) -> "Artifact":
+    """The newest finished language model, of the last stage that has one or of the one that is named."""
+    from rlhf.pipeline.references import POLICIES, newest_sealed
+
+    if stage is not None and stage not in POLICIES:
+        raise SettingsError(f"--stage {stage}: not a stage with a language model; choose of {', '.join(POLICIES)}")
+    for name in POLICIES if stage is None else (stage,):
+        if (artifact := newest_sealed(name, run_dir)) is not None:
+            return artifact
+    named = stage or "pretrain, sft or ppo"
+    raise SettingsError(f"{run_dir}: no finished {named} stage here; `rlhf status {run_dir}` shows how far it is")

@@ -1,0 +1,208 @@
+"""What the models of a run are measured with: held-out rows, rewards and a judge, and the models themselves."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.data.tokens import Encoded
+from rlhf.stages.artifact import Artifact, code_digest, model_digest, read_settings
+from rlhf.stages.evaluation import held_out, perplexity
+from rlhf.stages.evaluation.answers import Answer, Questions, Speaker, answers
+from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.evaluation.judges import judging
+from rlhf.stages.evaluation.subjects import Subject, here, read_answers, read_figures
+from rlhf.stages.models import load_tokenizer
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.rewards import Rewards, load_rewards
+from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.sft.config import SFTSettings
+
+Say = Callable[[str], None]
+MAX_NEW_TOKENS = 128
+"""Longest answer where the run has no ppo section that says."""
+
+
+@dataclass
+class Bench:
+    """Rows are read at once, a model when it is first needed. The cheap form keeps what it measured before, under keys
+    that stand for the model and all that it was given."""
+
+    run_dir: Path
+    done: Mapping[str, Path]
+    asked: EvaluationSettings
+    subjects: dict[str, Subject]
+    say: Say
+
+    def __post_init__(self) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = load_tokenizer((self.subjects.get("sft") or self.subjects["base"]).reference)
+        self.digests = {name: subject.digest for name, subject in self.subjects.items()}
+        self.speakers: dict[str, Speaker] = {}
+        self.judging = judging(self.asked, self.run_dir)
+        self.say("reading held-out data")
+        self._read()
+        self._read_earlier()
+
+    def _read(self) -> None:
+        made = {subject.stage: subject.made_by.folder for subject in self.subjects.values() if subject.made_by}
+        self.of_text = read_settings(made["pretrain"], PretrainSettings) if "pretrain" in made else None
+        of_sft = read_settings(made["sft"], SFTSettings) if "sft" in made else None
+        of_ppo = read_settings(made["ppo"], PPOSettings) if "ppo" in made else None
+        self.blocks: Tensor | None = None
+        self.rows: list[Encoded] = []
+        self.questions: Questions | None = None
+        self.rewards: Rewards | None = None
+        self.reward_name: str | None = None
+        if self.of_text is not None:
+            make = self.asked.form == "full"
+            self.blocks = held_out.text(made["pretrain"], self.of_text, self.tokenizer, self.asked.num_tokens, make)
+        rows = held_out.demonstrations(of_sft) if of_sft else []
+        if of_sft is not None:
+            self.rows = held_out.encoded_examples(self.tokenizer, rows, of_sft.max_length, self.asked.num_tokens)
+        if of_ppo is not None:
+            self._ask(self._moved(of_ppo), held_out.prompts(of_ppo), cut=False)
+        elif of_sft is not None:
+            self._ask(self._without_ppo(of_sft), held_out.prompts_of(rows), cut=True)
+
+    def _ask(self, law: PPOSettings, prompts: list[Any], cut: bool) -> None:
+        """Prompts are answered, and answers scored, as `law` says."""
+        fitting = held_out.encoded_prompts(self.tokenizer, prompts, law.max_prompt_length, self.asked.num_prompts, cut)
+        self.questions = Questions(*fitting, law, self.tokenizer)
+        models = [model for model in (law.reward_model, *(spec.model for spec in law.rewards)) if model is not None]
+        functions = [spec.function for spec in law.rewards if spec.function is not None]
+        self.reward_name = " + ".join([*(Subject(model).name for model in models), *functions]) or None
+        mixed_by = [[spec.weight for spec in law.rewards], law.ensemble, law.ensemble_penalty]
+        digests = [model_digest(model, "evaluation") for model in models], [*map(code_digest, functions)]
+        self.scored_by = [*digests, mixed_by]
+
+    def _moved(self, law: PPOSettings) -> PPOSettings:
+        """With the reward models where they are now."""
+        specs = [spec.model_copy(update={"model": self._here(spec.model)}) for spec in law.rewards]
+        return law.model_copy(update={"reward_model": self._here(law.reward_model), "rewards": specs})
+
+    def _here(self, reference: str | None) -> str | None:
+        return reference and here(reference, self.run_dir)
+
+    def _without_ppo(self, of_sft: SFTSettings) -> PPOSettings:
+        """How a run is asked that has no ppo, or none yet."""
+        length, reward = min(MAX_NEW_TOKENS, of_sft.max_length // 2), self.done.get("reward")
+        return PPOSettings.load(
+            {
+                "data": of_sft.data.model_dump(), "seed": of_sft.seed, "max_new_tokens": length,
+                "max_prompt_length": of_sft.max_length - length,
+                "reward_model": str(Artifact(reward.absolute()).model) if reward else None,
+            },
+            "evaluation",
+        )  # fmt: skip
+
+    def _read_earlier(self) -> None:
+        earlier = read_figures(self.run_dir) if self.asked.form == "cheap" else {}
+        self.earlier: dict[str, Any] = earlier.get("models", {})
+        rows = read_answers(self.run_dir) if self.earlier else []
+        # Of the two files one may be newer, after a kill.
+        self.earlier_rows = rows if short_hash(rows) == earlier.get("answers_digest") else []
+
+    def settings(self) -> dict[str, Any]:
+        """What decided the figures, as evaluation.json says it."""
+        names = ("num_samples", "best_of", "num_tokens")
+        found: dict[str, Any] = {name: getattr(self.asked, name) for name in names}
+        if self.questions is not None:
+            law = self.questions.settings
+            found |= {name: getattr(law, name) for name in ("seed", "temperature", "max_new_tokens")}
+            found["num_prompts"] = len(self.questions.prompts)
+        return found
+
+    def speaker(self, name: str) -> Speaker:
+        """The model, in memory."""
+        if name not in self.speakers:
+            compiled = self.asked.form == "full"
+            self.speakers[name] = Speaker(self.subjects[name].reference, self.tokenizer, self.device, compiled)
+        return self.speakers[name]
+
+    def perplexities(self, name: str) -> dict[str, Any]:
+        """The beginning of a model's entry: which it is, and how it foresees held-out text and responses."""
+        found: dict[str, Any] = {
+            "model": self.subjects[name].name, "digest": self.digests[name], "keys": {},
+            "text_perplexity": None, "num_text_tokens": 0, "response_perplexity": None, "num_response_tokens": 0,
+        }  # fmt: skip
+        if self.blocks is not None:
+            blocks, texts = self.blocks, self.blocks[:, 1:].tolist()
+            assert self.of_text is not None
+            across = self.of_text.attend_across_documents
+            found |= self._foreseen(
+                found, "text", name, blocks.tolist(), texts,
+                lambda: perplexity.text_nats(self.speaker(name).model, blocks, self.tokenizer, across),
+            )  # fmt: skip
+        if self.rows:
+            texts = [row.input_ids[max(row.prompt_length, 1) :] for row in self.rows]
+            found |= self._foreseen(
+                found, "response", name, [asdict(row) for row in self.rows], texts,
+                lambda: perplexity.response_nats(self.speaker(name).model, self.rows, self.tokenizer),
+            )  # fmt: skip
+        return found
+
+    def _foreseen(
+        self,
+        found: dict[str, Any],
+        part: str,
+        name: str,
+        given: Any,
+        texts: list[list[int]],
+        nats_of: Callable[[], float],
+    ) -> dict[str, Any]:
+        """Perplexity of the `texts`, as it was before if the model was `given` the same; its key goes to the others."""
+        fields = (f"{part}_perplexity", f"num_{part}_tokens", f"{part}_bits_per_byte")
+        key = found["keys"][part] = short_hash([self.digests[name], given])
+        known = self.earlier.get(name, {})
+        if known.get("keys", {}).get(part) == key:
+            return {field: known[field] for field in fields}
+        self.say(f"{name}: perplexity of held-out {part}s")
+        nats, num_tokens = nats_of(), sum(map(len, texts))
+        bits = perplexity.bits_per_byte(nats, num_tokens, perplexity.num_bytes(self.tokenizer, texts))
+        return dict(zip(fields, (perplexity.perplexity(nats), num_tokens, bits), strict=True))
+
+    def answers(self, name: str, found: dict[str, Any]) -> list[list[Answer]]:
+        """A model's answers; their key goes into its entry `found`."""
+        assert self.questions is not None
+        law, of_sft = self.questions.settings, self.digests.get("sft")
+        how = [law.seed, law.temperature, law.max_new_tokens, law.generation_batch_size, self.asked.num_samples]
+        key = short_hash([self.digests[name], of_sft, how, self.questions.ids, self.scored_by])
+        found["keys"]["answers"] = key
+        if self.earlier_rows and self.earlier.get(name, {}).get("keys", {}).get("answers") == key:
+            kept = ("answers", "lengths", "ended", "kl", "scores")
+            return [[Answer(*(row.get(part, {}).get(name) for part in kept))] for row in self.earlier_rows]
+        self.say(f"{name}: answering {len(self.questions.prompts)} prompts")
+        speaker = self.speaker(name)
+        reference = self.speaker("sft") if "sft" in self.subjects else None
+        return answers(self.questions, speaker, reference, self._rewards(speaker), self.asked.num_samples)
+
+    def qualities(self, found: list[list[Answer]]) -> list[list[float]] | None:
+        """What the judge says of answers, if there is one that judges each by itself."""
+        if self.judging is None or self.judging.compares or self.questions is None:
+            return None
+        return self.judging.qualities(self.questions.prompts, found)
+
+    def several(self) -> list[list[Answer]] | None:
+        """Answers of SFT to choose the best of; None without rewards, or if they are not asked for."""
+        if not self.asked.best_of or self.questions is None or self.reward_name is None or "sft" not in self.subjects:
+            return None
+        self.say(f"sft: the best of {self.asked.best_of} answers")
+        speaker = self.speaker("sft")
+        return answers(self.questions, speaker, None, self._rewards(speaker), self.asked.best_of)
+
+    def _rewards(self, speaker: Speaker) -> Rewards | None:
+        if self.reward_name is not None and self.rewards is None:
+            assert self.questions is not None
+            self.rewards = load_rewards(self.questions.settings, self.tokenizer, speaker.model).to(self.device)
+        return self.rewards
+
+
+def short_hash(content: Any) -> str:
+    """Of anything that is JSON."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -1,0 +1,104 @@
+"""Which models of a run are evaluated, and where the last evaluation lies. No torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhf.stages.artifact import Artifact, model_digest
+
+FIGURES, ANSWERS = "evaluation.json", "evaluation.jsonl"
+"""In the run folder: the figures, and the answers of the models side by side."""
+NAMES = ("base", "sft", "ppo")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is evaluated."""
+
+    reference: str
+    """Folder or hub id."""
+
+    @property
+    def made_by(self) -> Artifact | None:
+        """The sealed stage whose model it is."""
+        folder = Path(self.reference)
+        artifact = Artifact(folder.parent)
+        return artifact if folder.name == "model" and artifact.sealed else None
+
+    @property
+    def stage(self) -> str | None:
+        """Name of that stage."""
+        return self.made_by.manifest["stage"] if self.made_by else None
+
+    @property
+    def name(self) -> str:
+        """The stage's folder, or the reference as it is."""
+        return self.made_by.folder.name if self.made_by else self.reference
+
+    @property
+    def digest(self) -> str:
+        return model_digest(self.reference, "evaluation")
+
+    def started_from(self, run_dir: Path) -> "Subject | None":
+        """The model that its stage started from, None where there was none."""
+        if self.made_by is None:
+            return None
+        settings: Any = OmegaConf.load(self.made_by.folder / "settings.yaml")
+        model = settings.get("model")
+        return Subject(here(model, run_dir)) if model else None
+
+
+def here(reference: str, run_dir: Path) -> str:
+    """A model as it is named in settings: those of a run folder that was moved are looked for where it is now."""
+    folder = Path(reference)
+    moved = run_dir.absolute() / folder.parent.name / folder.name
+    return str(moved) if folder.is_absolute() and not folder.is_dir() and moved.is_dir() else reference
+
+
+def find_subjects(run_dir: Path, done: Mapping[str, Path]) -> dict[str, Subject]:
+    """The models to compare, in the order of NAMES, given the sealed folders of finished stages (of the last round).
+
+    sft is what PPO started from, and base what SFT started from, whichever stage or hub made them.
+    """
+    found: dict[str, Subject] = {}
+    newest = next((stage for stage in ("ppo", "sft", "pretrain") if stage in done), None)
+    subject = Subject(str(done[newest].absolute() / "model")) if newest else None
+    if subject and newest == "ppo":
+        found["ppo"] = subject
+        while subject and subject.stage == "ppo":  # a later round may start from the round before
+            subject = subject.started_from(run_dir)
+        newest = "sft"
+    if subject and newest == "sft":
+        found["sft"] = subject
+        subject = subject.started_from(run_dir) if subject.stage == "sft" else None
+    if subject:
+        found["base"] = subject
+    return {name: found[name] for name in NAMES if name in found}
+
+
+def is_current(run_dir: Path, done: Mapping[str, Path]) -> bool:
+    """Whether the run's evaluation is of the models that are there now."""
+    measured = {name: figures.get("digest") for name, figures in read_figures(run_dir).get("models", {}).items()}
+    return measured == {name: subject.digest for name, subject in find_subjects(run_dir, done).items()}
+
+
+def read_figures(run_dir: Path) -> dict[str, Any]:
+    """The run's evaluation; empty if there is none that can be read."""
+    try:
+        found = json.loads((run_dir / FIGURES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_answers(run_dir: Path) -> list[dict[str, Any]]:
+    """Its rows of answers; empty if there are none that can be read."""
+    try:
+        lines = (run_dir / ANSWERS).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+    except (OSError, ValueError):
+        return []

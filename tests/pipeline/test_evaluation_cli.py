@@ -1,0 +1,248 @@
+"""Evaluations of a run: brief ones after stages, which fail no run, and those that `rlhf eval` is asked for."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from pipeline_world import FakeStages, contents
+
+from rlhf.data.errors import DataError
+from rlhf.pipeline import evaluation, runner
+from rlhf.pipeline.launch import Ended
+from rlhf.pipeline.plan import Scope
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.stages.evaluation.config import EvaluationSettings
+
+Call = Callable[..., tuple[int, str, str]]
+RUN = Path("run")
+BASE, SFT, ALL = ["base"], ["base", "sft"], ["base", "sft", "ppo"]
+
+
+def run(*overrides: str, scope: Scope | None = None) -> list[str]:
+    """Run the recipe; what it said."""
+    said: list[str] = []
+    runner.run(load_recipe("recipe.yaml", overrides), RUN, scope, said.append)
+    return said
+
+
+def test_models_are_measured_after_each_stage_that_makes_one(world: Path, stages: FakeStages) -> None:
+    """Not after reward, which makes none that answers; and nothing where nothing was trained."""
+    run()
+    assert stages.evaluated == [BASE, SFT, ALL]
+    run()
+    assert stages.evaluated == [BASE, SFT, ALL]
+    run("ppo.learning_rate=1e-6")
+    assert stages.evaluated == [BASE, SFT, ALL, ALL]
+
+
+def test_scopes_and_single_stages_are_measured_too(world: Path, stages: FakeStages) -> None:
+    run(scope=Scope(last="sft"))
+    assert stages.evaluated == [BASE, SFT]
+    run(scope=Scope(first="reward"))
+    assert stages.evaluated == [BASE, SFT, ALL]
+    run("sft.num_epochs=2", scope=Scope(last="sft"))  # PPO's model is of another recipe now
+    assert stages.evaluated[3:] == [SFT]
+
+
+def test_a_recipe_may_do_without(world: Path, stages: FakeStages) -> None:
+    run("evaluate=false")
+    assert not stages.evaluated
+    assert not (RUN / "evaluation.json").exists()
+    keys = {path.name for path in RUN.glob("*-*")}
+    run()  # it is in no stage's key: nothing is trained again
+    assert {path.name for path in RUN.glob("*-*")} == keys
+    assert stages.evaluated == [ALL]
+
+
+def test_rounds_compare_the_newest_policy(world: Path, stages: FakeStages) -> None:
+    """Of two finished rounds."""
+    run()
+    ppo = json.loads((RUN / "summary.json").read_text())["stages"]["ppo"]["folder"]
+    entries = runner.read_summary(RUN)
+    entries["ppo 2"] = entries["ppo"]
+    entries["ppo"] = entries["reward"]
+    assert evaluation.finished(RUN, entries)["ppo"] == RUN / ppo
+
+
+@pytest.mark.parametrize(
+    "error", [DataError("no such file"), RuntimeError("out of memory\nand more"), OSError(28, "full")]
+)
+def test_an_evaluation_that_fails_fails_no_run(world: Path, stages: FakeStages, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    stages.in_evaluation = fail
+    said = run()
+    warnings = [line for line in said if line.startswith("warning: no evaluation: ")]
+    assert len(warnings) == 3
+    assert all("`rlhf eval run --cheap` tries again" in line and "\n" not in line for line in warnings)
+    assert {entry.status for entry in runner.read_summary(RUN).values()} == {"done"}
+    assert (RUN / "report.html").exists()
+
+
+def test_what_a_kill_kept_from_being_measured_is_by_the_next_run(world: Path, stages: FakeStages) -> None:
+    def killed() -> None:
+        if (RUN / "evaluation.json").exists():
+            raise SystemExit(143)
+
+    stages.in_evaluation = killed
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert stop.value.code == 143
+    assert runner.read_summary(RUN)["sft"].status == "done"
+    stages.in_evaluation = lambda: None
+    stages.trained.clear()
+    run()
+    assert stages.trained == ["reward", "ppo"]
+    assert stages.evaluated[1:] == [ALL]
+
+
+def test_a_report_is_drawn_after_the_evaluation_that_it_shows(world: Path, stages: FakeStages) -> None:
+    run()
+    (RUN / "evaluation.json").unlink()
+    run()
+    assert (stages.evaluated[3:], stages.reports) == ([ALL], 2)
+    before = contents(RUN)
+    run()
+    assert contents(RUN) == before
+
+
+def test_stages_with_processes_of_their_own_are_measured_in_one(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+    ends = Ended(1, [], "Traceback …\nOutOfMemoryError: 2 GiB")
+
+    def launch(words: list[str], environment: dict[str, str], seconds: float, lock: int) -> Ended:
+        called.append(words)
+        return ends
+
+    monkeypatch.setattr(evaluation, "stays_in_process", lambda *_: False)
+    monkeypatch.setattr(evaluation, "to_its_end", launch)
+    assert [line for line in run(scope=Scope(last="sft")) if "OutOfMemoryError: 2 GiB" in line]
+    assert called[1][:4] == [sys.executable, "-m", "rlhf.stages.evaluation", "run"]
+    folders = {path.name.partition("-")[0]: str(path) for path in RUN.glob("*-*")}
+    assert json.loads(called[1][4]) == folders
+    assert EvaluationSettings.model_validate_json(called[1][5]).form == "cheap"
+    ends = Ended(1, [15], "")
+    with pytest.raises(SystemExit) as stop:
+        run("sft.num_epochs=2", scope=Scope(last="sft"))
+    assert stop.value.code == 143
+
+
+def test_a_sweep_measures_no_variant(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    Path("sweep.yaml").write_text("pretrain:\n- {learning_rate: 0.1}\n- {learning_rate: 0.2}\n")
+    rlhf("pretrain", "recipe.yaml", "--run-dir", "run", "--sweep", "sweep.yaml")
+    assert not stages.evaluated
+
+
+def asked_for(stages: FakeStages, monkeypatch: pytest.MonkeyPatch) -> list[EvaluationSettings]:
+    """What evaluations are asked for from now on."""
+    found: list[EvaluationSettings] = []
+
+    def watch(run_dir: Path, done: dict[str, Path], asked: EvaluationSettings, say: Any) -> dict[str, Any]:
+        found.append(asked)
+        return stages.evaluate(run_dir, done, asked, say)
+
+    monkeypatch.setattr(sys.modules["rlhf.stages.evaluation.evaluate"], "evaluate", watch)
+    return found
+
+
+def test_eval_asks_for_what_its_options_say(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "judge=rlhf.recipes.demo_world:judge")
+    asked = asked_for(stages, monkeypatch)
+    code, out, _ = rlhf("eval", "run")
+    assert code == 0
+    assert out.splitlines()[0].split() == ["model"]
+    assert (asked[0].form, asked[0].num_prompts, asked[0].num_samples, asked[0].best_of) == ("full", 128, 4, 16)
+    assert asked[0].judge == "rlhf.recipes.demo_world:judge"
+    assert stages.reports == 2
+    options = ("--num-prompts", "9", "--num-samples", "2", "--best-of", "0", "--judge", "a:b")
+    rlhf("eval", "run", *options, "--tasks", "one,two", "--include-path", "mine")
+    assert (asked[1].num_prompts, asked[1].num_samples, asked[1].best_of, asked[1].judge) == (9, 2, 0, "a:b")
+    assert (asked[1].tasks, asked[1].include_path) == (["one", "two"], "mine")
+    code, out, _ = rlhf("eval", "run", "--cheap", "--json", "--endpoint", "http://127.0.0.1:1", "--model", "m")
+    assert (asked[2].form, asked[2].num_prompts, asked[2].judge) == ("cheap", 16, None)
+    assert asked[2].judge_from is not None
+    assert json.loads(out) == json.loads((RUN / "evaluation.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere",), "not a run folder"),
+        (("run", "--model", "m"), "--endpoint URL with --model NAME"),
+        (("run", "--judge", "a:b", "--endpoint", "u", "--model", "m"), "say who judges"),
+        (("run", "--key-variable", "K"), "--key-variable goes with --endpoint"),
+        (("run", "--include-path", "mine"), "--include-path goes with --tasks"),
+        (("run", "--stage", "sft"), "goes with --attention TEXT"),
+    ],
+)
+def test_eval_refuses_what_cannot_be_meant(
+    world: Path, stages: FakeStages, rlhf: Call, words: tuple[str, ...], message: str
+) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
+    code, _, err = rlhf("eval", *words)
+    assert (code, message in err) == (2, True)
+
+
+def test_a_judge_that_fails_is_a_failure(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
+
+    def fail() -> None:
+        raise ValueError("judge a:b: KeyError: 'x'")
+
+    stages.in_evaluation = fail
+    code, _, err = rlhf("eval", "run")
+    assert (code, "judge a:b: KeyError: 'x'" in err) == (1, True)
+
+
+def test_the_table_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    figures: dict[str, Any] = dict.fromkeys(("eos_share", "distinct_2", "repetition", "refusal_share", "quality"))
+    model = figures | {
+        "model": "sft-1", "text_perplexity": 3.4567, "response_perplexity": None, "kl": 0.5, "kl_interval": [0.4, 0.6],
+        "score": {"mean": 1.0, "std": 0.25}, "length": 12.0,
+    }  # fmt: skip
+    pair = {
+        "one": "ppo", "other": "sft", "by": "score", "wins": 7, "ties": 1, "losses": 2, "win_rate": 0.75,
+        "interval": [0.5, 0.9], "length_controlled": None, "length_controlled_interval": None,
+    }  # fmt: skip
+    best = {"n": 2, "kl": 0.193147, "score": 0.5, "score_interval": [0.25, 0.75], "quality": None}
+    found = {"models": {"sft": model}, "pairs": [pair], "best_of_n": [best], "tasks": {"sft": {"t": {"acc": 0.5}}}}
+    evaluation.show(found)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "model text ppl score KL from sft tokens"
+    assert lines[1] == "sft (sft-1) 3.46 1 ± 0.25 0.5 (0.4 to 0.6) 12"
+    assert "ppo than sft score 7 1 2 0.75 (0.5 to 0.9)" in lines
+    assert "2 0.193 0.5 (0.25 to 0.75)" in lines
+    assert lines[-1] == "sft t acc 0.5"
+
+
+def test_files_of_an_evaluation_that_is_not_ours_are_not_written_over(
+    world: Path, stages: FakeStages, rlhf: Call
+) -> None:
+    RUN.mkdir()
+    (RUN / "evaluation.json").write_text("mine")
+    code, _, err = rlhf("run", "recipe.yaml", "--run-dir", "run")
+    assert (code, "run/evaluation.json: is not of a run of ours" in err) == (2, True)
+
+
+def test_half_written_files_of_an_evaluation_go(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    run()
+    left = RUN / ".evaluation.json.17.writing"
+    left.write_text("{")
+    assert rlhf("clean", "run")[0] == 0
+    assert not left.exists()
+    assert (RUN / "evaluation.json").exists()
+    assert rlhf("verify", "run")[0] == 0
+
+
+def test_the_recipe_that_a_run_writes_keeps_the_switch(world: Path, stages: FakeStages) -> None:
+    run("evaluate=false")
+    assert OmegaConf.load(RUN / "recipe.yaml").evaluate is False

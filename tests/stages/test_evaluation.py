@@ -1,0 +1,316 @@
+"""The evaluation of a run: the same held-out rows for every model, whatever stages it has, and nothing disturbed."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ppo_world import model_folders, run_ppo
+from stages_world import TINY, WORLD, run_stage
+
+from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.feedback.records import Task
+from rlhf.data.rows import prompt_key, read_demonstrations
+from rlhf.data.sources import Source
+from rlhf.data.split import split_by_prompt
+from rlhf.stages.artifact import Artifact
+from rlhf.stages.disk import file_digest
+from rlhf.stages.evaluation import bench, judges, tasks
+from rlhf.stages.evaluation.config import EvaluationSettings, cheap
+from rlhf.stages.evaluation.evaluate import evaluate, finite
+from rlhf.stages.evaluation.subjects import find_subjects, is_current, read_answers, read_figures
+
+JUDGE = f"{WORLD}:judge"
+FULL = EvaluationSettings(num_prompts=5, num_samples=2, best_of=4, judge=JUDGE)
+
+
+@pytest.fixture(scope="module")
+def found(chain: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run folder with the evaluation of all stages, and what it says."""
+    run_dir = tmp_path_factory.mktemp("run")
+    return run_dir, evaluate(run_dir, chain, FULL)
+
+
+def test_perplexities_are_those_of_the_losses_that_the_stages_report(
+    chain: dict[str, Path], found: tuple[Path, dict[str, Any]]
+) -> None:
+    """All held-out rows take part here: they are the ones that the stages held out."""
+    models = found[1]["models"]
+    of_pretrain, of_sft = (Artifact(chain[stage]).manifest["metrics"] for stage in ("pretrain", "sft"))
+    assert models["base"]["text_perplexity"] == pytest.approx(math.exp(of_pretrain["val_loss"]), rel=1e-4)
+    assert models["sft"]["response_perplexity"] == pytest.approx(math.exp(of_sft["eval_loss"]), rel=1e-4)
+    assert models["base"]["response_perplexity"] == pytest.approx(math.exp(of_sft["base_eval_loss"]), rel=1e-4)
+    assert len({figures["num_text_tokens"] for figures in models.values()}) == 1
+    sft = models["sft"]
+    rows = read_demonstrations(Source.model_validate(TINY["sft"]["data"])).rows
+    held_out = split_by_prompt(rows, lambda row: prompt_key(row.prompt), 0.1)[1]
+    size = sum(len(row.response.encode()) for row in held_out)
+    bits = math.log2(sft["response_perplexity"]) * sft["num_response_tokens"] / size
+    assert sft["response_bits_per_byte"] == pytest.approx(bits, rel=0.05)  # the template's space before an answer
+
+
+def test_every_figure_is_there_and_they_fit_together(found: tuple[Path, dict[str, Any]]) -> None:
+    run_dir, figures = found
+    assert json.loads((run_dir / "evaluation.json").read_text()) == figures
+    assert list(figures["models"]) == ["base", "sft", "ppo"]
+    assert figures["settings"]["num_prompts"] == 5
+    assert figures["reward_model"] == "reward"  # as its folder is called here
+    assert [(pair["one"], pair["other"], pair["by"]) for pair in figures["pairs"]] == [
+        (one, other, by)
+        for one, other in (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
+        for by in ("score", "judge")
+    ]
+    for pair in figures["pairs"]:
+        assert pair["wins"] + pair["ties"] + pair["losses"] == 10
+        assert pair["win_rate"] == (pair["wins"] + pair["ties"] / 2) / 10
+        assert pair["interval"][0] <= pair["win_rate"] <= pair["interval"][1]
+    assert figures["models"]["sft"]["kl"] == 0
+    assert figures["models"]["ppo"]["kl"] != 0
+    assert [row["n"] for row in figures["best_of_n"]] == [1, 2, 4]
+    scores = [row["score"] for row in figures["best_of_n"]]
+    assert scores == sorted(scores)
+
+
+def test_answers_lie_side_by_side(chain: dict[str, Path], found: tuple[Path, dict[str, Any]]) -> None:
+    rows = read_answers(found[0])
+    assert len(rows) == 5
+    prompts = {row["prompt"] for row in Artifact(chain["ppo"]).samples}
+    for row in rows:
+        assert row["prompt"] in prompts  # which PPO held out
+        for part in ("answers", "scores", "qualities", "lengths"):
+            assert list(row[part]) == ["base", "sft", "ppo"]
+
+
+def test_two_models_that_are_one_give_the_same_answers(tmp_path: Path, tokenizer: Any) -> None:
+    """PPO that learned nothing: the seeds are the same for every model."""
+    given = model_folders(tmp_path, tokenizer)
+    run_ppo(tmp_path / "ppo", given, learning_rate=0.0, num_iterations=1)
+    told = evaluate(tmp_path, {"ppo": tmp_path / "ppo"}, EvaluationSettings(num_prompts=4, best_of=0))
+    assert told["models"]["sft"]["model"] == given["model"]
+    assert [told["models"]["ppo"][name] for name in ("kl", "kl_interval")] == [0, [0, 0]]
+    (pair,) = told["pairs"]
+    assert (pair["wins"], pair["ties"], pair["losses"], pair["win_rate"]) == (0, 16, 0, 0.5)
+    assert all(row["answers"]["ppo"] == row["answers"]["sft"] for row in read_answers(tmp_path))
+    assert told["best_of_n"] is None
+    assert told["models"]["ppo"]["text_perplexity"] is None
+
+
+def test_nothing_is_disturbed(chain: dict[str, Path], tmp_path: Path) -> None:
+    """Neither sealed folders nor the random stream."""
+
+    def digests() -> dict[str, str]:
+        return {str(path): file_digest(path) for f in chain.values() for path in f.rglob("*") if path.is_file()}
+
+    before, state = digests(), torch.get_rng_state()
+    evaluate(tmp_path, chain, cheap(JUDGE))
+    assert digests() == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", "evaluation.jsonl"]
+
+
+def test_the_cheap_form_keeps_what_it_has_measured(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    class Watched(bench.Speaker):
+        def __init__(self, reference: str, *others: Any) -> None:
+            loaded.append(Path(reference).parent.name)
+            super().__init__(reference, *others)
+
+    monkeypatch.setattr(bench, "Speaker", Watched)
+    stages = {stage: chain[stage] for stage in ("pretrain", "sft")}
+    first = evaluate(tmp_path, stages, cheap(JUDGE))
+    assert sorted(loaded) == ["pretrain", "sft"]
+    assert first["models"]["sft"]["score"] is None  # there is no reward model yet
+    loaded.clear()
+    assert evaluate(tmp_path, stages, cheap(JUDGE)) == first
+    assert not loaded
+    whole = evaluate(tmp_path, chain, cheap(JUDGE))  # other prompts, and scores: all answer, old perplexities stay
+    assert sorted(loaded) == ["ppo", "pretrain", "sft"]
+    for name in ("text_perplexity", "response_perplexity"):
+        assert whole["models"]["sft"][name] == first["models"]["sft"][name]
+    loaded.clear()
+    (tmp_path / "evaluation.jsonl").write_text(
+        ""
+    )  # of another evaluation, whose figures a kill kept from being written
+    assert evaluate(tmp_path, chain, cheap(JUDGE)) == whole
+    assert sorted(loaded) == ["ppo", "pretrain", "sft"]
+
+
+def test_a_run_has_what_its_stages_give(chain: dict[str, Path], tmp_path: Path) -> None:
+    asked = cheap(None)
+    base = evaluate(tmp_path, {"pretrain": chain["pretrain"]}, asked)
+    assert list(base["models"]) == ["base"]
+    assert base["models"]["base"]["text_perplexity"] > 1
+    assert base["models"]["base"]["length"] is None
+    assert (base["pairs"], base["best_of_n"], base["tasks"]) == ([], None, None)
+    assert read_answers(tmp_path) == []
+    scored = evaluate(tmp_path, {stage: chain[stage] for stage in ("sft", "reward")}, asked)
+    assert list(scored["models"]) == ["base", "sft"]
+    assert scored["models"]["sft"]["score"]["mean"] is not None
+    assert [pair["by"] for pair in scored["pairs"]] == ["score"]
+    with pytest.raises(RefusedError, match="no finished pretrain, sft or ppo stage here"):
+        evaluate(tmp_path, {"reward": chain["reward"]}, asked)
+
+
+def test_sft_of_any_model_has_that_model_for_its_base(policy_folder: Path, tmp_path: Path) -> None:
+    run_stage("sft", tmp_path / "sft", model=str(policy_folder), max_length=64, max_dropped=0.5)
+    told = evaluate(tmp_path, {"sft": tmp_path / "sft"}, cheap(None))
+    assert told["models"]["base"]["model"] == str(policy_folder)
+    assert told["models"]["base"]["text_perplexity"] is None
+    assert told["models"]["base"]["response_perplexity"] > told["models"]["sft"]["response_perplexity"]
+    assert told["models"]["base"]["kl"] is not None
+
+
+def test_text_that_is_no_longer_in_tokens_is_read_again_but_not_by_a_run(
+    chain: dict[str, Path], tmp_path: Path
+) -> None:
+    moved = tmp_path / "pretrain"
+    shutil.copytree(chain["pretrain"], moved)
+    known = evaluate(tmp_path, {"pretrain": chain["pretrain"]}, EvaluationSettings())
+    again = evaluate(tmp_path, {"pretrain": moved}, EvaluationSettings())
+    assert again["models"]["base"]["text_perplexity"] == known["models"]["base"]["text_perplexity"]
+    assert evaluate(tmp_path, {"pretrain": moved}, cheap(None))["models"]["base"]["text_perplexity"] is None
+
+
+def test_a_run_folder_that_was_moved_is_evaluated_where_it_is(tmp_path: Path, tokenizer: Any) -> None:
+    given = model_folders(tmp_path, tokenizer)
+    old, new = tmp_path / "old", tmp_path / "new"
+    for name in ("policy", "reward"):
+        shutil.move(tmp_path / name, old / name / "model")
+    chosen = given | {"model": str(old / "policy" / "model"), "reward_model": str(old / "reward" / "model")}
+    run_ppo(old / "ppo", chosen, num_iterations=1)
+    old.rename(new)
+    told = evaluate(new, {"ppo": new / "ppo"}, cheap(None))
+    assert told["models"]["sft"]["model"] == str(new / "policy" / "model")
+    assert told["reward_model"] == str(new / "reward" / "model")
+
+
+def test_sft_is_what_the_first_round_started_from(chain: dict[str, Path], tmp_path: Path) -> None:
+    """A later round may start from the policy of the round before; base is what SFT started from."""
+    later = tmp_path / "ppo-later"
+    shutil.copytree(chain["ppo"], later)
+    settings = (later / "settings.yaml").read_text().replace(f"model: {chain['sft']}", f"model: {chain['ppo']}", 1)
+    (later / "settings.yaml").write_text(settings)
+    found = find_subjects(tmp_path, {"ppo": later})
+    assert {name: one.made_by.folder for name, one in found.items() if one.made_by} == {
+        "base": chain["pretrain"], "sft": chain["sft"], "ppo": later,
+    }  # fmt: skip
+
+
+def test_an_evaluation_is_current_while_the_models_are_the_same(chain: dict[str, Path], tmp_path: Path) -> None:
+    assert is_current(tmp_path, {})
+    assert not is_current(tmp_path, {"pretrain": chain["pretrain"]})
+    evaluate(tmp_path, {"pretrain": chain["pretrain"]}, cheap(None))
+    assert is_current(tmp_path, {"pretrain": chain["pretrain"], "reward": chain["reward"]})
+    assert not is_current(tmp_path, {"sft": chain["sft"]})
+    (tmp_path / "evaluation.json").write_text('{"models": ')
+    assert read_figures(tmp_path) == {}
+    assert not is_current(tmp_path, {"pretrain": chain["pretrain"]})
+
+
+class Server:
+    """A model that takes the longer answer, whichever is shown first."""
+
+    name, at_once = "long-1", 2
+
+    def __init__(self) -> None:
+        self.failed: Exception | None = None
+
+    def points(self, asked: list[Task]) -> list[list[float] | Exception]:
+        assert len({task.prompt_id for task in asked}) == len(asked) <= self.at_once
+        lengths = [[len(answer.text) for answer in task.answers] for task in asked]
+        return [self.failed or [(a > b) + (a == b) / 2, (b > a) + (a == b) / 2] for a, b in lengths]
+
+
+def test_a_model_behind_a_server_compares_and_gives_no_qualities(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server()
+    monkeypatch.setattr(judges, "model_judge", lambda *_: server)
+    asked = EvaluationSettings.load(
+        {"num_prompts": 3, "num_samples": 1, "best_of": 2, "judge_from": {"url": "http://127.0.0.1:1", "model": "m"}},
+        "eval",
+    )
+    told = evaluate(tmp_path, chain, asked)
+    assert told["judge"] == "long-1"
+    assert told["models"]["ppo"]["quality"] is None
+    assert [row["quality"] for row in told["best_of_n"]] == [None, None]
+    rows = read_answers(tmp_path)
+    for pair in told["pairs"][1::2]:
+        texts = [(len(row["answers"][pair["one"]]), len(row["answers"][pair["other"]])) for row in rows]
+        assert (pair["by"], pair["wins"]) == ("judge", sum(a > b for a, b in texts))
+    before = (tmp_path / "evaluation.json").read_bytes()
+    server.failed = OSError("out of order")
+    with pytest.raises(RuntimeError, match="the judge failed: out of order; what it said before is kept"):
+        evaluate(tmp_path, chain, asked)
+    assert (tmp_path / "evaluation.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"), [("nowhere", "not of the form package.module:function"), ("nowhere:judge", "nowhere")]
+)
+def test_what_is_no_judge_is_refused(chain: dict[str, Path], tmp_path: Path, judge: str, message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        evaluate(tmp_path, chain, EvaluationSettings(judge=judge))
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_judge_is_enough() -> None:
+    given = {"judge": JUDGE, "judge_from": {"url": "http://127.0.0.1:1", "model": "m"}}
+    with pytest.raises(SettingsError, match="one of the two can judge"):
+        EvaluationSettings.load(given, "eval")
+
+
+def test_numbers_that_are_none_are_null() -> None:
+    assert finite({"a": [math.inf, 1.5], "b": math.nan, "c": "x"}) == {
+        "a": [None, 1.5],
+        "b": None,
+        "c": "x",
+    }
+
+
+def test_tasks_without_the_harness_name_the_extra(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"pip install 'rlhf-toolkit\[eval\]'"):
+        evaluate(tmp_path, chain, cheap(None).model_copy(update={"tasks": ["mine"]}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_tasks_are_run_on_the_model_of_every_stage(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for lm-eval: what it is asked, and what is taken of its answer."""
+    calls: list[dict[str, Any]] = []
+
+    def simple_evaluate(**options: Any) -> dict[str, Any]:
+        calls.append(options)
+        return {"results": {"mine": {"alias": "mine", "acc,none": 0.25, "acc_stderr,none": "N/A"}}}
+
+    manager = SimpleNamespace(all_tasks=["mine"])
+    for name, content in {
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": lambda include_path: manager},
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
+        vars(module).update(content)
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: object())
+    asked = cheap(None).model_copy(update={"tasks": ["mine"], "include_path": str(tmp_path)})
+    told = evaluate(tmp_path, chain, asked)["tasks"]
+    assert told == {name: {"mine": {"acc,none": 0.25}} for name in ("base", "sft", "ppo")}
+    stages = ("pretrain", "sft", "ppo")
+    assert [call["model_args"]["pretrained"] for call in calls] == [str(chain[stage] / "model") for stage in stages]
+    for update, message in (
+        ({"tasks": ["yours"]}, "lm-eval knows no such task"),
+        ({"include_path": str(tmp_path / "nowhere")}, "no folder with tasks"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            evaluate(tmp_path, chain, asked.model_copy(update=update))
