@@ -12,6 +12,7 @@ from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.examples import Prompt, Ranking
 from rlhf.data.lengths import Lengths, Measure, characters, tokens
 from rlhf.data.messages import Messages
+from rlhf.data.own import cure
 from rlhf.data.report import DUPLICATE, FIRST_FEW, Dropped, Report
 from rlhf.data.rows import numbered, prompt_key, prompt_text
 from rlhf.data.sources import Source
@@ -19,6 +20,7 @@ from rlhf.data.sources import Source
 BATCH = 500  # examples measured at once
 NUM_SAMPLES = 3
 SAMPLE_HEAD, SAMPLE_TAIL = 160, 60  # characters of a text that a sample shows
+NOTHING_LEFT = "nothing usable is left"
 
 
 def check(
@@ -67,7 +69,7 @@ def check(
         "pairs": tally.pairs,
         "ties": tally.ties + report.dropped_ties,
         "duplicates": repeated if kind == "prompts" else tally.repeats,
-        "warnings": _warnings(report),
+        "warnings": _warnings(report, source),
         "parts": _as_json(report.parts),
         "details": {why: drop.detail for why, drop in (report.dropped | report.parts).items() if drop.detail},
         "contradictions": tally.contradictions(),
@@ -78,10 +80,11 @@ def check(
     }
 
 
-def _warnings(report: Report) -> list[str]:
+def _warnings(report: Report, source: Source) -> list[str]:
     warnings = list(report.warnings)
     if report.kept == 0:
-        warnings.append("nothing usable is left; row {}: {}".format(*report.first_bad()))
+        row, why = report.first_bad()
+        warnings.append(f"{NOTHING_LEFT}; row {row}: {why}{cure(source, report.kind, why)}")
     elif report.bad:
         warnings.append(f"{report.bad} of {report.rows} rows are unusable; a run refuses unless max_dropped allows it")
     return warnings

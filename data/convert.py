@@ -1,13 +1,13 @@
 """Rows of any format, written down as the toolkit's own JSON Lines."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from rlhf.data import formats
 from rlhf.data.errors import SettingsError
 from rlhf.data.examples import Demonstration, Prompt, Ranking
+from rlhf.data.files import new_file
 from rlhf.data.messages import Messages
 from rlhf.data.report import Report
 from rlhf.data.rows import iterate, refuse_losses
@@ -24,24 +24,13 @@ def convert(source: Source, kind: str, out: Path, max_dropped: float = 0.0, forc
     """
     if out.suffix != ".jsonl":
         raise SettingsError(f"{out}: the name must end in .jsonl, by which it is read as JSON Lines")
-    if out.exists() and not (force and out.is_file()):
-        raise SettingsError(f"{out}: already there; give another name" + (", or --force" if out.is_file() else ""))
     if source.local.is_dir() and out.resolve().is_relative_to(source.local.resolve()):
         raise SettingsError(f"{out}: lies in the folder that is read, {source.path}; write it elsewhere")
-    if not out.parent.is_dir():
-        raise SettingsError(f"{out}: no folder {out.parent}; make it first")
     report = Report(kind)
-    writing = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with writing.open("wb") as file:
-            for example in iterate(source, kind, report, keep_ties=True):
-                file.write(_line(own_row(example)))
+    with new_file(out, force) as file:
+        for example in iterate(source, kind, report, keep_ties=True):
+            file.write(_line(own_row(example)))
         refuse_losses(report, source, max_dropped)
-        os.replace(writing, out)
-    except OSError as error:
-        raise SettingsError(f"{out}: cannot be written: {error}") from error
-    finally:
-        writing.unlink(missing_ok=True)
     return report
 
 

@@ -166,10 +166,8 @@ class Documents:
     def load(self, folder: Path) -> None:
         """Read by the survey that `save` wrote; reports of unusable rows are not in it."""
         self.found = [Found(**part) for part in json.loads((folder / SURVEY).read_text(encoding="utf-8"))]
-        places = range(
-            len(self.sources)
-        )  # which bytes are in memory is for the system to say: all processes share them
-        self._kept = [np.load(folder / f"kept-{number}.npy", mmap_mode="r") for number in places]
+        # Mapped: which bytes are in memory is for the system to say, and all processes share them.
+        self._kept = [np.load(folder / f"kept-{number}.npy", mmap_mode="r") for number in range(len(self.sources))]
 
     def of(self, number: int) -> Iterator[tuple[bool, str]]:
         """(whether it is held out, text) of a source, counted as in `found`, in the order of its rows; of a single

@@ -1,6 +1,7 @@
 """What rows become: prompts, demonstrations and rankings."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from rlhf.data.messages import Messages, Unusable, with_tools
 
 # Reasons to leave something out that are no fault of the data.
 UNJUDGED, DELETED = "nobody judged it", "a deleted message"
+_DECIMAL_COMMA = re.compile(r"(?a)\s*([+-]?\d+),(\d{1,2}|\d{4,})\s*")  # three digits may be thousands
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Ranking:
     strength of preference): the difference of two is how much the one was preferred. In the order of `ranks`."""
     source: str = ""
     """Where the row says that it comes from, if it does; the report card tells accuracies apart by it."""
+    rater: str = ""
+    """Whose ranking it is, where annotators are read apart and the row names them."""
 
 
 def told_of_tools(example: Any, tools: Any) -> Any:
@@ -85,12 +89,12 @@ def by_votes(prompt: Messages, responses: list[str], votes: Sequence[int | None]
 
 
 def number(value: Any, name: str) -> float:
-    """A finite number, also one written as text. Raises Unusable."""
+    """A finite number, also one written as text, with a decimal point or comma. Raises Unusable."""
     reason = f"a {name} is not a finite number"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise Unusable(reason, f": {value!r}")
     try:
-        found = float(value)
+        found = float(_decimal_point(value) if isinstance(value, str) else value)
     except OverflowError:
         raise Unusable(reason, ": it has hundreds of digits") from None
     except ValueError:
@@ -98,6 +102,11 @@ def number(value: Any, name: str) -> float:
     if not math.isfinite(found):
         raise Unusable(reason, f": {value!r}")
     return found
+
+
+def _decimal_point(text: str) -> str:
+    found = _DECIMAL_COMMA.fullmatch(text)
+    return text if found is None else ".".join(found.groups())
 
 
 def _check_texts(responses: list[str], ranks: list[float]) -> None:

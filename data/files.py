@@ -1,4 +1,4 @@
-"""Reading files: JSON Lines, JSON, CSV, Parquet and plain text, each also packed.
+"""Reading files (JSON Lines, JSON, CSV, Parquet and plain text, each also packed), and writing new ones.
 
 JSON and CSV are read by the standard library, not by Arrow, so that an error can name file and row.
 """
@@ -8,16 +8,21 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, SettingsError
 
 KNOWN_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
+DOCUMENTS = (".txt", ".md", "")  # each file is one text
 PACKED = (".gz", ".zst")
+WORKBOOKS = (".xlsx", ".xls", ".ods")
+SEPARATORS = (",", ";", "\t")  # of tables: a semicolon where a comma is part of numbers
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BOM = b"\xef\xbb\xbf"  # spreadsheets write it first; unseen, it becomes part of the first column's name
 
@@ -68,10 +73,12 @@ def read_file(file: Path, column: str) -> Iterator[tuple[int, Row]]:
     Raises DataError, with the place, for a file that is broken as a whole.
     """
     suffix, packed = suffixes(file)
+    if file.suffix.lower() in WORKBOOKS:
+        raise DataError(f"{file}: a spreadsheet's own file; save the sheet as CSV (UTF-8)")
     try:
-        with _open(file, packed) as stream:
-            if stream.peek(2).startswith(UTF16):
-                raise DataError(f"{file}: it is UTF-16; save the file as UTF-8")
+        with _open(file, packed) as opened:
+            is_utf16 = opened.peek(2).startswith(UTF16)
+            stream = io.BytesIO(_as_utf8(file, opened.read())) if is_utf16 else opened
             if suffix == ".parquet":
                 yield from _parquet_rows(file, stream)
             elif suffix == ".jsonl":
@@ -79,7 +86,7 @@ def read_file(file: Path, column: str) -> Iterator[tuple[int, Row]]:
             elif suffix == ".json":
                 yield from _json_rows(file, stream.read())
             elif suffix in (".csv", ".tsv"):
-                yield from _table_rows(file, stream.read(), delimiter="\t" if suffix == ".tsv" else ",")
+                yield from _table_rows(file, stream.read(), SEPARATORS if suffix == ".csv" else ("\t",))
             elif text := _decode(file, stream.read()):
                 yield 1, {column: text}  # plain text is one document, and no prompt by accident
     except (OSError, EOFError, zlib.error) as error:
@@ -94,6 +101,13 @@ def _open(file: Path, packed: str) -> io.BufferedReader:
 
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
     return file.open("rb")
+
+
+def _as_utf8(file: Path, content: bytes) -> bytes:
+    try:
+        return content.decode("utf-16").encode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: byte {error.start} is not UTF-16, as its first two are; save it as UTF-8") from error
 
 
 def _decode(file: Path, content: bytes) -> str:
@@ -183,25 +197,41 @@ def _refuse_wrapped(file: Path, row: dict[str, Any]) -> None:
         raise DataError(f"{file}: one object that holds its rows under {name!r}; {cure}")
 
 
-def _table_rows(file: Path, content: bytes, delimiter: str) -> Iterator[tuple[int, Row]]:
+def _table_rows(file: Path, content: bytes, separators: Sequence[str]) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(2**31 - 1)  # a document in a cell is longer than the default of 131,072
-    table = csv.reader(io.StringIO(_decode(file, content), newline=""), delimiter=delimiter, strict=True)
+    lines = io.StringIO(_decode(file, content), newline="")
+    separator = _separator(lines, separators)
+    table = csv.reader(lines, delimiter=separator, strict=True)
     number = 0
     try:
         header = next(table, [])
-        if len(header) == 1 and ";" in header[0]:
-            cure = "save it with commas, or with tabs as .tsv"
-            raise DataError(f"{file}: its columns are separated by ';' (the header is {header[0]!r}); {cure}")
-        if len(set(header)) < len(header):
-            raise DataError(f"{file}: a column name occurs twice in the header: {', '.join(header)}")
+        names = header[: max((place for place, name in enumerate(header, 1) if name.strip()), default=0)]
+        if len(set(names)) < len(names):
+            raise DataError(f"{file}: a column name occurs twice in the header: {', '.join(names)}")
         for number, cells in enumerate(filter(None, table), 1):  # a blank line is no record
-            if len(cells) == len(header):
-                yield number, dict(zip(header, cells, strict=True))
+            if len(cells) > 1 and not any(map(str.strip, cells)):
+                continue  # what spreadsheets write for rows that were used once
+            if len(cells) == len(header) and not any(map(str.strip, cells[len(names) :])):
+                yield number, dict(zip(names, cells, strict=False))
             else:
-                detail = f": {len(cells)} cells under {len(header)} column names (ends on line {table.line_num})"
+                told = f", separated by {separator!r}" * (separator != separators[0])
+                detail = f": {len(cells)} cells under {len(names)} column names{told} (ends on line {table.line_num})"
                 yield number, Unreadable("wrong number of cells", detail)
     except csv.Error as error:
         raise DataError(f"{file} row {number + 1} (line {table.line_num}): broken table: {error}") from error
+
+
+def _separator(lines: IO[str], separators: Sequence[str]) -> str:
+    """The first one that parts the header into several columns; the first of all where there is one column."""
+    for separator in separators:
+        lines.seek(0)
+        with suppress(csv.Error):  # quotes that another separator follows
+            if len(next(csv.reader(lines, delimiter=separator, strict=True), [])) > 1:
+                break
+    else:
+        separator = separators[0]
+    lines.seek(0)
+    return separator
 
 
 def _parquet_rows(file: Path, stream: IO[bytes]) -> Iterator[tuple[int, Row]]:
@@ -224,6 +254,28 @@ def _batch_rows(batch: Any) -> list[Row]:
             return [Unreadable("not UTF-8", f", byte {error.start + 1} of a text")]
         return [row for place in range(batch.num_rows) for row in _batch_rows(batch.slice(place, 1))]
     return rows
+
+
+@contextmanager
+def new_file(path: Path, force: bool = False) -> Iterator[IO[bytes]]:
+    """A file to write into, which is at `path` once the block has ended, and nowhere if it raised.
+
+    Raises SettingsError where it cannot be written, and where something is there already: a file is replaced if `force`
+    is given.
+    """
+    if path.exists() and not (force and path.is_file()):
+        raise SettingsError(f"{path}: already there; give another name" + (", or --force" if path.is_file() else ""))
+    if not path.parent.is_dir():
+        raise SettingsError(f"{path}: no folder {path.parent}; make it first")
+    writing = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with writing.open("wb") as file:
+            yield file
+        os.replace(writing, path)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be written: {error}") from error
+    finally:
+        writing.unlink(missing_ok=True)
 
 
 def describe(value: object) -> str:

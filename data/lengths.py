@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.errors import SettingsError
-from rlhf.data.sources import local_hint
+from rlhf.data.hub import refuse_unknown
 
 Measure = Callable[[list[str]], list[int]]
 """Texts → the length of each."""
@@ -46,12 +46,12 @@ def tokens(where: str) -> Measure:
 def _downloaded(repository: str) -> Path:
     from huggingface_hub import hf_hub_download
 
+    refuse_unknown(repository, "--tokenizer")
     try:
         return Path(hf_hub_download(repository, "tokenizer.json"))
     except Exception as error:  # not found, no such file, not an id, no network …
         raise SettingsError(
-            f"--tokenizer {repository}: neither a folder with a tokenizer.json nor a hub id that has one"
-            f"{local_hint(repository)}: {error}"
+            f"--tokenizer {repository}: neither a folder with a tokenizer.json nor a hub id that has one: {error}"
         ) from error
 
 

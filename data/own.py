@@ -1,8 +1,9 @@
 """The toolkit's own shapes of rows, by the names of their columns, and how a row of each is read."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from rlhf.data.columns import COLUMNS_FOUND, columns_found, find
 from rlhf.data.examples import Demonstration, Prompt, Ranking, ranked
 from rlhf.data.messages import (
     Messages,
@@ -19,11 +20,11 @@ from rlhf.data.messages import (
 from rlhf.data.report import BLANK
 from rlhf.data.sources import Row, Source, describe
 
+# Kinds whose rows have columns of their own names.
 NEEDS = {
-    "text": "a column of text (named by the source's `column`)",
-    "demonstrations": "prompt and response (or completion), or messages that end with an assistant turn",
-    "preferences": "prompt, chosen and rejected, or prompt, responses and ranks (1 is best)",
-    "prompts": "prompt, or messages that end with a user turn",
+    "demonstrations": "prompt and response, or messages",
+    "preferences": "prompt, chosen and rejected, or prompt, responses and ranks",
+    "prompts": "prompt, or messages",
 }
 # What a source's `map` can name.
 COLUMNS = (
@@ -59,10 +60,10 @@ OWN: dict[str, tuple[tuple[str, ...], ...]] = {
 def _parse_text(row: Row, source: Source) -> tuple[str, str]:
     if isinstance(row, str):
         return "text", as_text(row, "the row", empty=BLANK)
-    column = source.column
     columns = _columns(row)
-    if column not in columns:
-        raise Unusable(f"no column {column!r}", columns_found(columns))
+    column = find(source.column, columns)
+    if column is None:
+        raise Unusable(f"no column {source.column!r}", columns_found(columns))
     return column, as_text(columns[column], column, empty=BLANK)
 
 
@@ -128,6 +129,15 @@ PARSERS: dict[str, Callable[[Row, Source], tuple[str, Any]]] = {
 }
 
 
+def cure(source: Source, kind: str, why: str) -> str:
+    """What to add to an error: which columns would work, if one is missing and the source does not say what it has."""
+    if COLUMNS_FOUND not in why or source.map or source.format is not None:
+        return ""
+    if kind == "text":
+        return "; name the one that holds the text: column: YOURS"
+    return f"; {kind} need {NEEDS[kind]}; name yours with map: {{prompt: YOURS}}"
+
+
 def _prefers_messages(columns: dict[str, Any]) -> bool:
     """Whether the messages tell more than the prompt beside them (ultrachat_200k: its first user turn)."""
     if "prompt" not in columns:
@@ -175,7 +185,3 @@ def _response(columns: dict[str, Any], name: str, prompt: Messages) -> str:
     if name not in columns:
         raise Unusable("empty response", f": no column {name!r}{columns_found(columns)}")
     return as_response(columns[name], name, prompt)
-
-
-def columns_found(columns: Iterable[str]) -> str:
-    return f" (columns found: {', '.join(map(str, columns)) or 'none'})"

@@ -1,6 +1,6 @@
 """What kind of rows a source holds, told from its first rows by the readers themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,10 @@ from rlhf.data.formats import AmbiguousError
 from rlhf.data.messages import prompt_key, prompt_text
 from rlhf.data.report import Report
 from rlhf.data.rows import numbered
-from rlhf.data.sources import Source
+from rlhf.data.sources import Source, read_rows
 
-LOOKED_AT = 1000
-"""Rows of a source that are read."""
+LOOKED_AT = 5000
+"""Rows of a source that are read. So many make enough steps in batches of any usual size."""
 MOSTLY = 0.5  # share of the rows that must be usable
 MOST = 0.9  # share of the examples that are no longer than `Recognised.length`
 KINDS = ("preferences", "demonstrations", "text", "prompts")
@@ -30,6 +30,8 @@ class Recognised:
     """By kind, why they are not of it."""
     ambiguous: str = ""
     """What to say where their columns leave a choice."""
+    map: dict[str, str] = field(default_factory=dict)
+    """The source's `map`, by which they were read."""
     format: str = ""
     rows: int = 0
     """How many were read; there are no more unless it is LOOKED_AT."""
@@ -48,16 +50,18 @@ class Recognised:
         return self.rows < LOOKED_AT
 
 
-def recognise(path: str) -> Recognised:
+def recognise(path: str, names: Mapping[str, str] | None = None) -> Recognised:
     """The kind of a file, folder, hub id or module:function, which is the first of KINDS that most rows are usable as.
 
-    A source that cannot be read at all is of no kind; `reasons` say why.
+    `names` is a `map` for it; without `text` in that, its rows are no text. A source that cannot be read at all is of
+    no kind; `reasons` say why.
     """
     reasons: dict[str, str] = {}
-    for kind in KINDS:
+    source = Source(path=path, streaming=True, map=dict(names or {}))
+    for kind in KINDS if not names else [kind for kind in KINDS if (kind == "text") == ("text" in names)]:
         report = Report(kind)
         try:
-            rows = numbered(Source(path=path, streaming=True), kind, report, limit=LOOKED_AT)
+            rows = numbered(source, kind, report, limit=LOOKED_AT)
             examples = [example for _, example in rows]
         except DataError as error:
             if isinstance(error.__cause__, AmbiguousError):
@@ -67,7 +71,7 @@ def recognise(path: str) -> Recognised:
         if not report.kept or report.bad > MOSTLY * report.rows:
             reasons[kind] = "row {}: {}".format(*report.first_bad())
             continue
-        counts: dict[str, Any] = {"format": report.format, "rows": report.rows, "bad": report.bad}
+        counts: dict[str, Any] = {"format": report.format, "rows": report.rows, "bad": report.bad, "map": source.map}
         if kind == "text":
             return Recognised(kind, reasons, **counts, length=sum(map(len, examples)))
         prompts = [example.messages if isinstance(example, Prompt) else example.prompt for example in examples]
@@ -78,6 +82,15 @@ def recognise(path: str) -> Recognised:
             length=_most(whole),
         )  # fmt: skip
     return Recognised(None, reasons)
+
+
+def columns_of(path: str) -> list[str]:
+    """The columns of a source's first row; none where it has none, or cannot be read."""
+    try:
+        _, row = next(read_rows(Source(path=path, streaming=True)))
+    except DataError:
+        return []
+    return list(map(str, row)) if isinstance(row, dict) else []
 
 
 def _longest(example: Any) -> int:

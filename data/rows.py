@@ -3,15 +3,18 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from rlhf.data import formats
+from rlhf.data.columns import columns_found, did_you_mean, find, names, plain, with_plain_names
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Demonstration, Prompt, Ranking, told_of_tools
+from rlhf.data.files import DOCUMENTS, suffixes
 from rlhf.data.formats.unpaired import refuse_judged_bad
 from rlhf.data.messages import Messages, Unusable, prompt_key, prompt_text
-from rlhf.data.own import COLUMNS, NEEDS, OWN, PARSERS, columns_found
+from rlhf.data.own import COLUMNS, NEEDS, OWN, PARSERS, cure
 from rlhf.data.report import DUPLICATE, TIED, Dropped, Report
 from rlhf.data.sources import Row, Source, Unreadable, locate, read_rows
 
@@ -82,16 +85,17 @@ def load(source: Source, kind: str, keep_ties: bool = False) -> Loaded[Any]:
     return Loaded(rows, report)
 
 
-def iterate(source: Source, kind: str, report: Report, keep_ties: bool = False) -> Iterator[Any]:
+def iterate(source: Source, kind: str, report: Report, keep_ties: bool = False, apart: bool = False) -> Iterator[Any]:
     """The usable rows of a source one by one, while `report` is filled in; it is complete at the end.
 
-    A format that spreads an example over several rows is held in memory until all have been read.
+    A format that spreads an example over several rows is held in memory until all have been read. With `apart`, a
+    row's annotators each have a ranking of their own, where the format tells them apart, and not one for all.
     """
-    return (example for _, example in numbered(source, kind, report, keep_ties))
+    return (example for _, example in numbered(source, kind, report, keep_ties, apart=apart))
 
 
 def numbered(
-    source: Source, kind: str, report: Report, keep_ties: bool = False, limit: int | None = None
+    source: Source, kind: str, report: Report, keep_ties: bool = False, limit: int | None = None, apart: bool = False
 ) -> Iterator[tuple[int, Any]]:
     """What `iterate` gives, each with the number of the row that it counts under; of the first `limit` rows alone."""
     if kind not in PARSERS:
@@ -117,7 +121,7 @@ def numbered(
         try:
             if isinstance(raw, Unreadable):
                 raise Unusable(raw.reason, raw.detail)
-            row = _mapped(raw, source)
+            row = _named(raw, source, kind)
             if kind == "demonstrations":
                 refuse_judged_bad(row)
             known = _format_of(row, source, kind)
@@ -130,7 +134,7 @@ def numbered(
                     waiting.setdefault(known, []).append((number, row))
                     continue
                 assert known.read is not None
-                shape, found = known.name, known.read(row)
+                shape, found = known.name, (known.apart if apart and known.apart else known.read)(row)
             examples = [_wanted(e, row, kind) for e in (found if isinstance(found, list) else [found])]
             kept, lost = _sorted_out(examples, refuse)
             if not kept:
@@ -139,7 +143,7 @@ def numbered(
             for part in lost:
                 report.drop_part(number, part)
         except Unusable as unusable:
-            report.drop(number, unusable)
+            report.drop(number, unusable if kind == "text" else _of_document(unusable, report))
         else:
             shapes[shape] = None
             report.kept += 1
@@ -165,10 +169,9 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
             found = (formats.find(other, row, OWN[other]) for other in _WITH_PROMPTS)
             known = next((f for f in found if f is not None), None)
     except formats.AmbiguousError as error:
-        names = " or ".join(error.names)
         raise DataError(
-            f"{source.path}: its columns ({', '.join(map(str, row))}) can be read in several ways; "
-            f"say which in the source: format: {names}"
+            f"{source.path}: its columns ({names(row)}) can be read in several ways; "
+            f"say which in the source: format: {' or '.join(error.names)}"
         ) from error
     return known
 
@@ -247,31 +250,51 @@ def _refuse_tie(ranking: Ranking) -> None:
 def _check_format(source: Source, kind: str) -> None:
     """Refuse the name of a format that there is none of."""
     kinds = (kind,) if kind != "prompts" else ("prompts", *_WITH_PROMPTS)
-    names = sorted({known.name for known in formats.formats() if known.kind in kinds})
+    there = sorted({known.name for known in formats.formats() if known.kind in kinds})
     if source.format is not None and source.map:
         raise DataError(f"{source.path}: format and map: a map says all that a format would; leave one of them out")
-    if source.format is not None and source.format not in names:
-        found = f"no format of {kind} is called {source.format!r}; there are {', '.join(names) or 'none'}"
-        raise DataError(f"{source.path}: format: {found}")
+    if source.format is not None and source.format not in there:
+        known = did_you_mean(source.format, there) or f"; there are {', '.join(there) or 'none'}"
+        raise DataError(f"{source.path}: format: no format of {kind} is called {source.format!r}{known}")
 
 
 def _check_map(source: Source, columns: dict[str, None]) -> None:
     """Refuse a map with a name that is not ours, or with a column that is in none of the rows."""
     for name, column in source.map.items():
         if name not in COLUMNS:
-            raise DataError(f"{source.path}: map: no column of ours is called {name!r}; there are {', '.join(COLUMNS)}")
-        if column not in columns:
-            raise DataError(f"{source.path}: map: no column {column!r} to read as {name}{columns_found(columns)}")
+            known = did_you_mean(name, COLUMNS) or f"; there are {', '.join(COLUMNS)}"
+            raise DataError(f"{source.path}: map: no column of ours is called {name!r}{known}")
+        if not any(plain(column) == plain(one) for one in columns):
+            there = did_you_mean(column, columns) or columns_found(columns)
+            raise DataError(f"{source.path}: map: no column {column!r} to read as {name}{there}")
 
 
-def _mapped(row: Row, source: Source) -> Row:
-    """The row with the columns that the source's `map` names under our names too."""
-    if not source.map or not isinstance(row, dict):
+def _named(row: Row, source: Source, kind: str) -> Row:
+    """The row with the columns that the source's `map` names under our names too, and all under their plain names."""
+    if not isinstance(row, dict):
         return row
+    mapped: dict[str, Any] = {}
     for name, column in source.map.items():
-        if column not in row:
+        found = find(column, row)
+        if found is None:
             raise Unusable(f"no column {column!r} to read as {name}", columns_found(row))
-    return row | {name: row[column] for name, column in source.map.items()}
+        mapped[name] = row[found]
+    row = row | mapped if mapped else row
+    return row if kind == "text" else with_plain_names(row, _spelled())
+
+
+@cache
+def _spelled() -> frozenset[str]:
+    """Names of columns in formats that have capitals."""
+    return frozenset(name for known in formats.formats() for name in known.columns if name != plain(name))
+
+
+def _of_document(unusable: Unusable, report: Report) -> Unusable:
+    """Why a row cannot be used; where it is all of a text file, that it is this."""
+    if not report.files or suffixes(report.files[-1])[0] not in DOCUMENTS:
+        return unusable
+    rows = f"; {report.kind} are rows of a CSV or JSON Lines file with {NEEDS[report.kind]}"
+    return Unusable("a text file is one document", rows)
 
 
 def _enough(loaded: Loaded[T], source: Source, max_dropped: float) -> Loaded[T]:
@@ -284,8 +307,9 @@ def refuse_losses(report: Report, source: Source, max_dropped: float) -> None:
     if report.kept and report.bad / report.rows <= max_dropped:
         return
     row, why = report.first_bad()
-    found = f"{locate(source, row)}: {why}; {report.kind} need {NEEDS[report.kind]}, so named or through map"
+    found = f"{locate(source, row)}: {why}{cure(source, report.kind, why)}"
     if not report.kept:
-        raise DataError(f"{found}. Nothing usable is left: {report.summary()}")
+        counts = f"kept 0 of {report.rows} rows" if len(report.dropped) == 1 else report.summary()
+        raise DataError(f"{found}. Nothing usable is left: {counts}")
     share = math.ceil(100 * report.bad / report.rows) / 100
     raise DataError(f"{found}. {report.summary()}. Repair them, or set max_dropped={share:g} to go on without them")

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rlhf.data.errors import DataError, Stopped
+from rlhf.data.errors import DataError, Stopped, first_line
 from rlhf.data.files import (
     KNOWN_SUFFIXES,
     Row,
@@ -60,15 +61,15 @@ class Source(BaseModel):
     path: str
     """A file, a folder (also one that `datasets` saved), `package.module:function`, or a hub id."""
     name: str | None = None
-    """Configuration of a hub data set."""
+    """Configuration of a hub data set. [datasets]"""
     split: str = "train"
-    """Split of a hub data set, or of a saved one that has splits."""
+    """Split of a hub data set, or of a saved one that has splits. [datasets]"""
     streaming: bool = False
     """Read a hub data set while it is downloaded, without a copy of its files. Pretrain downloads its texts once, in
-    shares of all processes, and keeps them, packed, beside the tokens."""
+    shares of all processes, and keeps them, packed, beside the tokens. [datasets]"""
     revision: str | None = None
-    """Branch, tag or commit of a hub data set. Without it the id is taken at its word: a repository that changes
-    later still counts as the same data."""
+    """Branch, tag or commit of a hub data set. Without it the id is taken at its word: a repository that changes later
+    still counts as the same data. [datasets]"""
     column: str = "text"
     """The column that holds the text, where rows of text are wanted."""
     format: str | None = None
@@ -92,8 +93,8 @@ class TextSource(Source):
     """One source of raw text among several."""
 
     weight: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Its share of the training tokens, beside the weights of the other sources. Without weights each text is seen
-    once per pass."""
+    """Its share of the training tokens, beside the weights of the other sources. Without weights each text is seen once
+    per pass. [GPT-3, table 2.2]"""
 
 
 AnySource = TypeVar("AnySource", bound=Source)
@@ -290,6 +291,7 @@ def hub_set(source: Source) -> Any:
     """The data set of a hub id, as `datasets` has it."""
     from datasets import load_dataset
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry of a request
     with from_hub(source):
         return load_dataset(
             source.path, source.name, split=source.split, revision=source.revision, streaming=source.streaming
@@ -305,5 +307,5 @@ def from_hub(source: Source) -> Iterator[None]:
     except Exception as error:  # datasets raises a dozen kinds: not found, no such split, no network …
         raise DataError(
             f"{source.path}: neither a local file or folder nor loadable from the hub (split {source.split!r})"
-            f"{local_hint(source.path)}: {error}"
+            f"{local_hint(source.path)}: {first_line(error)}"
         ) from error

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from rlhf.data.columns import find
 from rlhf.data.sources import AnySource, Source, from_hub, hub_set
 
 
@@ -21,7 +22,8 @@ def copy_share(source: Source, number: int, file: Path) -> None:
     import pyarrow
 
     rows = hub_set(source)
-    columns = sorted({source.column, *source.map.values()} & set(rows.column_names or []))
+    wanted = (find(name, rows.column_names or []) for name in {source.column, *source.map.values()})
+    columns = sorted({column for column in wanted if column is not None})
     if columns:  # without, reading says which ones there are instead
         rows = rows.select_columns(columns)
     writing = file.with_name(f".{file.name}.writing")

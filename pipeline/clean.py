@@ -17,8 +17,11 @@ from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.tables import show_table, size_text
 from rlhf.pipeline.verify import stage_folders
 from rlhf.stages.artifact import BESIDE, RESULTS, STEPS, Artifact, is_temporary, temporaries
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES
 
-RUN_FILES = ("recipe.yaml", "summary.json", "report.html", "sweep.json", "attention.html", "tokens")
+RUN_FILES = (
+    "recipe.yaml", "summary.json", "report.html", FIGURES, ANSWERS, "sweep.json", "attention.html", "tokens",
+)  # fmt: skip
 """What a run writes into its folder beside the folders of its stages."""
 
 

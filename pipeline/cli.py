@@ -13,13 +13,16 @@ from rlhf.data.errors import RefusedError
 from rlhf.pipeline import streams
 from rlhf.pipeline.data_cli import data_app
 from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
+from rlhf.pipeline.eval_cli import eval_app
 from rlhf.pipeline.feedback_cli import feedback_app
 from rlhf.pipeline.model_cli import model_app
 from rlhf.pipeline.rank_cli import rank_app
+from rlhf.pipeline.report_cli import report_app
 from rlhf.pipeline.run_cli import run_app
 from rlhf.pipeline.sample_cli import sample_app
 from rlhf.pipeline.start_cli import start_app
 from rlhf.pipeline.tools_cli import tools_app
+from rlhf.pipeline.usage import UsageError, is_help, told
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import exit_on_signal, handled
 
@@ -32,6 +35,8 @@ app = typer.Typer(
 )
 app.add_typer(start_app)
 app.add_typer(run_app)
+app.add_typer(eval_app)
+app.add_typer(report_app)
 app.add_typer(tools_app)
 app.add_typer(model_app)
 app.add_typer(sample_app)
@@ -62,9 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     streams.show_all_signs()
     try:
         with handled(exit_on_signal):
-            app(words)
+            code = app(words, prog_name="rlhf", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except RunStopped as stop:
-        print(stop, file=sys.stderr)
+        if str(stop):
+            print(stop, file=sys.stderr)
         raise
     except SystemExit as stop:
         if stop.code in (130, 143):
@@ -72,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
     except RefusedError as error:
         _show(error, str(error))
+        sys.exit(2)
+    except UsageError as error:
+        if is_help(error):
+            print(error, file=sys.stderr)
+        else:
+            _show(error, told(error))
         sys.exit(2)
     except RunFailed as error:
         _show(error, str(error))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import DataError, SettingsError
 from rlhf.pipeline.progress import waiting
 from rlhf.pipeline.tables import show_table
 
@@ -62,7 +62,8 @@ def data_check(
 
     Exit code 2 if no row can be used.
     """
-    from rlhf.data.check import check
+    from rlhf.data.check import NOTHING_LEFT, check
+    from rlhf.data.own import cure
     from rlhf.data.sources import Source
 
     if against_kind is not None and against is None:
@@ -78,7 +79,9 @@ def data_check(
     else:
         _show(path, found, "characters" if tokenizer is None else "tokens", against)
     if not found["kept"]:
-        raise typer.Exit(2)
+        whys = [why + found["details"].get(why, "") for why in found["dropped"]]  # the table has shown them
+        needed = next(filter(None, (cure(source, kind, why) for why in whys)), "")
+        raise DataError(f"{path}: {NOTHING_LEFT}{needed}")
 
 
 @data_app.command("convert")
@@ -130,6 +133,8 @@ def source_of(path: str, kind: str, mapping: list[str] | None, format_: str | No
 
 def _show(path: str, found: dict[str, Any], unit: str, against: str | None) -> None:
     """The JSON for people."""
+    from rlhf.data.check import NOTHING_LEFT
+
     print(f"{path} as {found['kind']}" + (f" ({found['format']})" if found["format"] else ""))
     if sys.stdout.isatty():
         show_table(COUNTS, [[str(found[name]) for name in COUNTS]])
@@ -162,7 +167,8 @@ def _show(path: str, found: dict[str, Any], unit: str, against: str | None) -> N
         else:
             _show_histogram(name, lengths)
     for warning in found["warnings"]:
-        print(f"warning: {warning}")
+        if not warning.startswith(NOTHING_LEFT):  # an error, which comes last
+            print(f"warning: {warning}")
     for sample in found["samples"]:
         print(f"\nas read, row {sample['row']}")
         _show_sample(sample)

@@ -9,7 +9,8 @@ class RunFailed(RuntimeError):
 
 
 class RunStopped(SystemExit):
-    """A signal ended the run with its state saved. `code` is 128 + the signal's number."""
+    """A signal ended the run with its state saved. `code` is 128 + the signal's number; the message is empty where the
+    stage said it all."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

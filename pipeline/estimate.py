@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
+from rlhf.data.hub import refuse_unknown
 from rlhf.data.rows import read_demonstrations, read_rankings
 from rlhf.pipeline.accelerate_config import num_processes, read_config
 from rlhf.pipeline.errors import DEBUG, RunFailed
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import Recipe
+from rlhf.pipeline.references import models_of, with_models
 from rlhf.pipeline.summary import duration
 from rlhf.pipeline.tables import show_table
 from rlhf.stages.artifact import STAGES
@@ -38,12 +41,12 @@ def estimate(recipe: Recipe, device: str | None = None, devices: str | None = No
         named(str(device))  # refused at once where there is none of the name
     visible = visible_gpus() if device is None else 1
     stages = [stage for stage in recipe.stages if stage in STAGES]
+    sections = {stage: with_models(section) for stage in stages if (section := recipe.section(stage)) is not None}
+    for section in sections.values():
+        for where, reference in models_of(section):
+            refuse_unknown(reference, where)
     request = {
-        "stages": {
-            stage: section.model_dump(mode="json", exclude_unset=True)
-            for stage in stages
-            if (section := recipe.section(stage)) is not None
-        },
+        "stages": {stage: section.model_dump(mode="json", exclude_unset=True) for stage, section in sections.items()},
         "rows": {stage: counted(recipe, stage) for stage in ("sft", "reward")},
         "device": device,
         "num_processes": {stage: number or num_processes(recipe, stage, visible) for stage in stages},
@@ -61,7 +64,16 @@ def estimate(recipe: Recipe, device: str | None = None, devices: str | None = No
     if process.returncode:
         raise RunFailed(said.splitlines()[-1] if said else f"the estimate ended with code {process.returncode}")
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return found
+    return found | {"left_out": list(_left_out(recipe))}
+
+
+def _left_out(recipe: Recipe) -> Iterator[str]:
+    """What of a recipe is not estimated."""
+    if (feedback := recipe.feedback) is not None:
+        by = "people" if feedback.by_people else "a judge"
+        yield f"feedback: {feedback.num_answers} answers to each prompt are sampled, and ranked by {by}"
+    if recipe.rounds > 1:
+        yield f"rounds: reward and ppo are counted once, and run {recipe.rounds} times"
 
 
 def _layout(recipe: Recipe, stage: str, otherwise: str | None) -> str | None:
@@ -120,8 +132,10 @@ def show(found: dict[str, Any]) -> None:
         fits = "fits" if of_stage["fits"] else "does not fit"
         peak = f"{of_stage['peak_gib']:.2f} GiB in {of_stage['precision']}"
         print(f"{stage}: {_shared(of_stage)}{peak}, {fits}; {took}")
-        for change in of_stage["changes"]:
-            print(f"  {_change(change)}")
+        for line in [*map(_change, of_stage["changes"]), *of_stage["notes"]]:
+            print(f"  {line}")
+    for line in found["left_out"]:
+        print(f"left out: {line}")
 
 
 def _shared(of_stage: dict[str, Any]) -> str:

@@ -97,6 +97,7 @@ def evaluate(
     if include_path is not None and tasks is None:
         raise SettingsError("--include-path goes with --tasks")
     import json
+    import os
 
     from rlhf.pipeline import evaluation
     from rlhf.pipeline.progress import waiting
@@ -106,6 +107,8 @@ def evaluate(
     from rlhf.stages.evaluation.config import cheap as cheap_form
 
     run_status(run_dir)  # refuses what is no run folder
+    if not os.access(run_dir, os.W_OK):
+        raise SettingsError(f"{run_dir}: cannot be written to, and the figures go there; evaluate a copy of it")
     given: dict[str, Any] = {"num_prompts": num_prompts, "num_samples": num_samples, "best_of": best_of}
     given |= {"judge": judge or (None if endpoint else evaluation.judge_in(run_dir))}
     if endpoint is not None:
@@ -114,7 +117,7 @@ def evaluate(
         given |= {"tasks": tasks.split(","), "include_path": include_path and str(include_path)}
     base = cheap_form(None).model_dump() if cheap else {}
     asked = EvaluationSettings.load(base | {name: value for name, value in given.items() if value is not None}, "eval")
-    with waiting("loading") as tell:
+    with waiting("loading", lambda text: None if as_json else print(text, flush=True)) as tell:
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, read_summary(run_dir)), asked, tell)
     render_report(run_dir)
     if as_json:

@@ -11,6 +11,7 @@ from rlhf.data.errors import Stopped, first_line
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.launch import stays_in_process, to_its_end
 from rlhf.pipeline.preflight import Say
+from rlhf.pipeline.progress import waiting
 from rlhf.pipeline.recipe import Recipe, load_recipe
 from rlhf.pipeline.summary import Entry
 from rlhf.pipeline.tables import show_table
@@ -48,10 +49,11 @@ def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, st
         if is_current(run_dir, done):
             return False
         asked = cheap(judge_of(recipe))
-        if stays_in_process(recipe, stage):
-            evaluate(run_dir, done, asked, lambda text: None)
-        else:
-            _in_a_process(run_dir, done, asked, lock)
+        with waiting("evaluating what there is so far") as tell:
+            if stays_in_process(recipe, stage):
+                evaluate(run_dir, done, asked, tell)
+            else:
+                _in_a_process(run_dir, done, asked, lock)
     except Exception as error:
         say(mask(f"warning: no evaluation: {first_line(error)}; `rlhf eval {run_dir} --cheap` tries again"))
         return False

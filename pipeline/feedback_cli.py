@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline.data_cli import FormatOption, MapOption, MaxDroppedOption, PathArgument, show_losses, source_of
 from rlhf.pipeline.tables import show_table
 
@@ -20,7 +20,10 @@ MAX_PAIRS = 20  # rows of the table of two raters each
 def data_agreement(
     store: StoreArgument, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """Say how far the raters of a store agree, and what their rankings depend on besides."""
+    """Say how far the raters of a store agree.
+
+    And what their rankings depend on besides.
+    """
     from rlhf.data.feedback.agreement import agreement
     from rlhf.data.feedback.store import Store
 
@@ -48,7 +51,7 @@ def data_export(
     ] = "people-first",
     force: Annotated[bool, typer.Option("--force", help="Write over OUT.")] = False,
 ) -> None:
-    """Write what the raters of a store said, one ranking for each prompt."""
+    """Write the rankings of a feedback store, one for each prompt."""
     from rlhf.data.feedback.export import export
     from rlhf.data.feedback.store import Store
 
@@ -77,26 +80,50 @@ def data_import(
     mapping: MapOption = None,
     format_: FormatOption = None,
     rater: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Whose rankings they are; by default the file's name.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Whose rankings they are, and replace others of theirs; by default the file's name."
+        ),
     ] = None,
     kind: Annotated[str, typer.Option(metavar="KIND", help="What the rater is: person, judge or endpoint.")] = "person",
+    gold: Annotated[
+        bool, typer.Option("--gold", help="These are the right ranks, of questions that all raters shall get.")
+    ] = False,
     max_dropped: MaxDroppedOption = 0.0,
 ) -> None:
-    """Put rankings of any format that `rlhf data check --as preferences` reads into a feedback store.
+    """Put rankings of any format into a feedback store.
 
-    Importing a file again adds nothing.
+    Any that `rlhf data check --as preferences` reads. Annotators whom an export of Argilla or Label Studio names are
+    raters of their own. Importing a file again adds nothing.
     """
-    from rlhf.data.feedback.importing import import_rankings
+    from rlhf.data.feedback.importing import import_gold, import_rankings
+    from rlhf.data.feedback.schema import remove
     from rlhf.data.feedback.store import Store
 
+    if gold and rater is not None:
+        raise SettingsError("--rater: gold questions are nobody's rankings; leave it or --gold out")
     source = source_of(path, "preferences", mapping, format_)
-    with Store.open(store) if store.exists() else Store.create(store) as opened:
-        told = import_rankings(opened, source, rater, kind, max_dropped)
+    is_new = not store.exists()
+    with Store.create(store) if is_new else Store.open(store) as opened:
+        try:
+            if gold:
+                told = import_gold(opened, source, max_dropped)
+            else:
+                told = import_rankings(opened, source, rater, kind, max_dropped)
+        except RefusedError:
+            if is_new and not opened.progress().num_prompts:
+                opened.close()
+                remove(store)
+            raise
     show_losses(told.report)
     found = f" ({told.report.format})" * bool(told.report.format)
-    print(f"{store}: {told.num_rankings} rankings of {told.num_prompts} prompts from {path}{found}")
-    print(f"  raters: {', '.join(told.raters)}; there before: {told.num_known}")
+    if gold:
+        print(f"{store}: {told.num_prompts} gold questions from {path}{found}")
+    else:
+        print(f"{store}: {told.num_rankings} rankings of {told.num_prompts} prompts from {path}{found}")
+        print(f"  raters: {', '.join(told.raters)}; there before: {told.num_known}")
     for num, what in (
+        (told.num_replaced, "rankings replaced that these raters had given before"),
         (told.num_equal_answers, "answers left out that equal another of their ranking"),
         (told.num_new_rounds, "prompts that had other answers; these are a new round, now the one to rate"),
     ):
@@ -111,9 +138,8 @@ def _show_agreement(store: Path, found: dict[str, Any]) -> None:
     print(f"{store}: {found['num_rankings']} rankings of {found['num_prompts']} prompts")
     print(f"{found['num_shared_prompts']} prompts have several raters")
     print()
-    alpha = found["alpha"]
     rows = [
-        [name.replace("_", " "), _number(alpha.get(name)), _percent(share["share"]), str(share["num_pairs"])]
+        [name.replace("_", " "), _alpha(found, name), _percent(share["share"]), str(share["num_pairs"])]
         for name, share in found["agreement"].items()
         if share["num_pairs"]
     ]
@@ -179,5 +205,8 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def _alpha(found: dict[str, Any], who: str) -> str:
+    """Alpha with its interval, as far as there is one."""
+    alpha, interval = found["alpha"].get(who), found["alpha_interval"].get(who)
+    told = "" if alpha is None else f"{alpha:.3f}"
+    return told if interval is None else f"{told} ({interval[0]:.3f} to {interval[1]:.3f})"

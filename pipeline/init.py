@@ -2,16 +2,18 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf.data.columns import COLUMNS_FOUND, columns_found, did_you_mean, find
 from rlhf.data.errors import SettingsError
-from rlhf.data.files import folder_files, suffixes
-from rlhf.data.recognise import Recognised, recognise
+from rlhf.data.files import KNOWN_SUFFIXES, WORKBOOKS, folder_files, suffixes
+from rlhf.data.own import COLUMNS
+from rlhf.data.recognise import Recognised, columns_of, recognise
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.pipeline.recipe_text import Chosen, recipe_text
+from rlhf.pipeline.recipe_text import EVAL_SHARE, Chosen, recipe_text
 from rlhf.pipeline.schema import as_text
 from rlhf.stages.artifact import STAGES
 from rlhf.stages.disk import replace_text
@@ -23,6 +25,9 @@ START_MODELS = {True: "Qwen/Qwen3-0.6B", False: "HuggingFaceTB/SmolLM2-135M"}
 KIND_OF = {"pretrain": "text", "sft": "demonstrations", "reward": "preferences", "ppo": "prompts"}
 _HELD_OUT = re.compile(r"(?:^|[._-])(?:test|eval|valid|validation|dev|held[_-]?out)(?:[._-]|$)", re.IGNORECASE)
 _NO_DATA = re.compile(r"readme|license|licence|requirements|constraints|changelog|notice", re.IGNORECASE)
+_MAP = re.compile(r"(?:(?P<file>.+?):)?(?P<name>[A-Za-z_]+)=(?P<column>.+)", re.DOTALL)
+_BY_WORTH = ("preferences", "demonstrations", "prompts", "text")  # what a map that several files share is tried for
+_FEW = 10  # held-out prompts, from which no figure can be told
 _FEWEST_CHARACTERS = 1000  # of raw text, for a few short blocks and one that is held out
 
 
@@ -48,14 +53,22 @@ class Written:
     """(file, what it holds, where the recipe names it)."""
     left: dict[str, str]
     """Files that nothing is done with, and stages that cannot run, each with why and the cure."""
+    warnings: list[str]
 
 
-def init(name: str, paths: Sequence[str], model: str | None, tell: Callable[[str], None]) -> Written:
+def init(
+    name: str,
+    paths: Sequence[str],
+    model: str | None,
+    tell: Callable[[str], None],
+    mapping: Sequence[str] = (),
+) -> Written:
     """Write `name`.yaml for the files, folders, hub ids or functions of `paths`; by default what lies here.
 
-    `model` is what the first stage starts from instead of raw text. Raises SettingsError where a file would be
-    written over, or no stage can run.
+    `model` is what the first stage starts from instead of raw text. `mapping` has NAME=COLUMN for whichever files it
+    helps, or FILE:NAME=COLUMN. Raises SettingsError where a file would be written over, or no stage can run.
     """
+    maps = _maps(mapping)
     recipe = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     if Path(name).is_dir():
         raise SettingsError(f"{name}: is a folder; say first what to call the recipe: rlhf init my-run {name}")
@@ -63,30 +76,40 @@ def init(name: str, paths: Sequence[str], model: str | None, tell: Callable[[str
         raise SettingsError(f"{recipe}: is there already, and is not written over; choose another name")
     if not recipe.absolute().parent.is_dir():
         raise SettingsError(f"{recipe}: there is no folder {recipe.parent}; make it first")
-    files = sort_files(paths or _lying_here(), tell)
+    read, not_read = (paths, []) if paths else _lying_here()
+    files = sort_files(read, tell, maps)
+    files.left |= {path: f"looked at only where it is named: rlhf init {name} {path} …" for path in not_read}
     chosen, missing = choose(files, model, visible_gpus())
-    left = files.left | missing
+    left = files.left | {stage: missing[stage] for stage in STAGES if stage in missing}
     if not chosen.data:
-        told = "".join(f"\n{place}: {why}" for place, why in left.items())
-        raise SettingsError(f"{name}: no stage can run from {', '.join(paths) or 'what lies here'}{told}")
+        told = "".join(f"\n{place}: {why}" for place, why in (left if read else files.left).items())
+        known = ", ".join(suffix for suffix in KNOWN_SUFFIXES if suffix != ".md")
+        none = f"there are no data files here ({known}); name some, or folders or hub ids: rlhf init {name} FILES …"
+        found = f"no stage can run from {', '.join(paths) or 'what lies here'}" if read else none
+        raise SettingsError(f"{name}: {found}{told}")
     _write(recipe, recipe_text(chosen, left, SCHEMA))
     schema = recipe.with_name(SCHEMA)
     if not os.path.lexists(schema) or schema.is_file():
         replace_text(schema, as_text())
-    return Written(recipe, [stage for stage in STAGES if stage in chosen.data], list(_uses(files, chosen)), left)
+    stages = [stage for stage in STAGES if stage in chosen.data]
+    return Written(recipe, stages, list(_uses(files, chosen, missing)), left, list(_warnings(chosen)))
 
 
-def sort_files(paths: Sequence[str], tell: Callable[[str], None]) -> Files:
-    """Read the first rows of everything, and sort it by kind."""
+def sort_files(paths: Sequence[str], tell: Callable[[str], None], maps: Mapping[str, dict[str, str]]) -> Files:
+    """Read the first rows of everything, and sort it by kind. `maps` are names of columns by file, "" for all files."""
     files = Files()
+    unused = {(file, *pair) for file, pairs in maps.items() for pair in pairs.items()}
     for path in paths:
         found = {}
         for part in _parts(path):
             tell(f"reading {part}")
-            found[part] = recognise(part)
+            own = part if part in maps else path if path in maps else ""
+            found[part] = recognise(part, maps[own]) if own else _recognise(part, maps.get("", {}))
+            unused -= {(own, *pair) for pair in (maps[own] if own else found[part].map).items()}
         kinds = {one.kind for one in found.values()}
-        if len(found) > 1 and len(kinds) == 1 and None not in kinds and not any(map(_is_held_out, found)):
-            found = {path: recognise(path)}  # all of the folder is one source
+        same_map = len({tuple(sorted(one.map.items())) for one in found.values()}) == 1
+        if len(found) > 1 and len(kinds) == 1 and None not in kinds and same_map and not any(map(_is_held_out, found)):
+            found = {path: recognise(path, next(iter(found.values())).map)}  # all of the folder is one source
         for part, one in found.items():
             if one.kind is None:
                 files.left[part] = _cure(part, one)
@@ -97,6 +120,12 @@ def sort_files(paths: Sequence[str], tell: Callable[[str], None]) -> Files:
                 files.held_out[one.kind] = (part, one)
             else:
                 files.train.setdefault(one.kind, []).append((part, one))
+    for file, name, column in sorted(unused):
+        near = did_you_mean(column, [there for path in paths for there in columns_of(path)])
+        why = f"no file has such a column and needs it{near}"
+        if file:
+            why = f"{file} is not among the files; there are {', '.join(paths)}"
+        raise SettingsError(f"--map {file}{':' * bool(file)}{name}={column}: {why}")
     for kind in [kind for kind in files.held_out if kind not in files.train]:
         files.train[kind] = [files.held_out.pop(kind)]  # what else should be trained on?
     return files
@@ -131,28 +160,36 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
     if "reward" in data:
         data["ppo"] = usable.get("prompts") or usable["preferences"]
     else:
-        missing["ppo"] = "there is no reward: it takes rankings for a reward model, or ppo.reward_model or ppo.rewards"
+        missing["ppo"] = "there is no reward: it takes rankings, ppo.reward_model or ppo.rewards"
     if "sft" not in data and "sft" not in missing:
         missing["sft"] = "there are no demonstrations"
     if "reward" not in data and "reward" not in missing:
         missing["reward"] = "there are no rankings (preferences)"
     start = None if "pretrain" in data else model or START_MODELS[gpus > 0]
     if start is not None and "pretrain" not in missing:
-        missing["pretrain"] = f"there is no raw text; what comes first starts from {start}"
+        missing["pretrain"] = "there is no raw text" + (f"; what comes first starts from {start}" if data else "")
     held_out = {
         stage: files.held_out[kind] for stage, kind in KIND_OF.items() if stage in data and kind in files.held_out
     }
     return Chosen(data, held_out, start, gpus), missing
 
 
-def _lying_here() -> list[str]:
-    """The data files of the working directory itself, without those that come with any project."""
-    return [
-        path.name
-        for path in sorted(Path().iterdir())
-        if path.is_file() and suffixes(path)[0] not in ("", ".md") and not path.name.startswith(".")
-        and not _NO_DATA.match(path.name)
-    ]  # fmt: skip
+def _lying_here() -> tuple[list[str], list[str]]:
+    """The data files of the working directory itself, without those that come with any project; and what may hold
+    some: Markdown, and folders with data files."""
+    files: list[str] = []
+    others: list[str] = []
+    for path in sorted(Path().iterdir()):
+        if path.is_file() and _may_be_data(path):
+            (others if suffixes(path)[0] == ".md" else files).append(path.name)
+        elif path.is_dir() and not path.name.startswith(".") and any(map(_may_be_data, path.glob("*"))):
+            others.append(path.name)
+    return files, others
+
+
+def _may_be_data(path: Path) -> bool:
+    known = suffixes(path)[0] or path.suffix.lower() in WORKBOOKS  # these are told how they can be read
+    return bool(known) and not path.name.startswith(".") and not _NO_DATA.match(path.name)
 
 
 def _parts(path: str) -> list[str]:
@@ -161,6 +198,32 @@ def _parts(path: str) -> list[str]:
     if not folder.is_dir() or (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return [path]
     return [str(file) for file in folder_files(folder)] or [path]
+
+
+def _maps(mapping: Sequence[str]) -> dict[str, dict[str, str]]:
+    """[FILE:]NAME=COLUMN, by file, "" for all."""
+    maps: dict[str, dict[str, str]] = {}
+    for text in mapping:
+        found = _MAP.fullmatch(text)
+        if found is None:
+            raise SettingsError(f"--map {text}: write NAME=COLUMN or FILE:NAME=COLUMN, for example prompt=question")
+        name = found["name"]
+        if name not in COLUMNS:
+            known = did_you_mean(name, COLUMNS) or f"; there are {', '.join(COLUMNS)}"
+            raise SettingsError(f"--map {text}: no column of ours is called {name!r}{known}")
+        maps.setdefault(found["file"] or "", {})[name] = found["column"]
+    return maps
+
+
+def _recognise(path: str, common: Mapping[str, str]) -> Recognised:
+    """What a file holds; by those of the names that it has columns for, unless that makes less of it."""
+    found = recognise(path)
+    columns = columns_of(path) if common else []
+    there = {name: column for name, column in common.items() if find(column, columns)}
+    mapped = recognise(path, there) if there else found
+    if mapped.kind is None or (found.kind and _BY_WORTH.index(mapped.kind) > _BY_WORTH.index(found.kind)):
+        return found
+    return mapped
 
 
 def _is_held_out(path: str) -> bool:
@@ -176,10 +239,10 @@ def _cure(path: str, found: Recognised) -> str:
         kinds.setdefault(why, []).append(kind)
     if len(kinds) == 1:  # it cannot be read at all
         return next(iter(kinds)).removeprefix(f"{path}: ")
+    if all(COLUMNS_FOUND in why for why in kinds) and (columns := columns_of(path)):
+        return f"no columns that are known{columns_found(columns)}; say which is which: --map prompt={columns[0]} …"
     told = "; ".join(f"as {', '.join(of)}: {why}" for why, of in kinds.items())
-    return (
-        f"nothing that is known ({told}); `rlhf data check {path} --as KIND --map NAME=COLUMN` tries names of columns"
-    )
+    return f"nothing that can be used ({told})"
 
 
 def _one_source(kind: str, files: Files) -> list[tuple[str, Recognised]]:
@@ -213,11 +276,29 @@ def _write(path: Path, text: str) -> None:
         writing.unlink(missing_ok=True)
 
 
-def _uses(files: Files, chosen: Chosen) -> Iterator[tuple[str, str, str]]:
+def _warnings(chosen: Chosen) -> Iterator[str]:
+    """Of sources so small that what is held out of them tells little."""
+    stages: dict[str, list[str]] = {}
+    for stage, sources in chosen.data.items():
+        path, one = sources[0]
+        if stage != "pretrain" and stage not in chosen.held_out and one.whole and EVAL_SHARE * one.prompts < _FEW:
+            stages.setdefault(path, []).append(stage)
+    for path, of in stages.items():
+        prompts = chosen.data[of[0]][0][1].prompts
+        held_out = max(round(EVAL_SHARE * prompts), 1)
+        share = f"about {held_out} {'is' if held_out == 1 else 'are'} held out to evaluate on"
+        cure = "from which little can be told; more rows help, or an eval_data of its own"
+        yield f"{' and '.join(of)}: of the {prompts} prompts of {path} {share}, {cure}"
+
+
+def _uses(files: Files, chosen: Chosen, missing: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     found = [pair for sources in files.train.values() for pair in sources] + list(files.held_out.values())
     for path, one in found:
         named = [f"{stage}.data" for stage, sources in chosen.data.items() if path in dict(sources)]
         named += [f"{stage}.eval_data" for stage, (held_out, _) in chosen.held_out.items() if held_out == path]
         rows = f"{one.rows} row{'s' * (one.rows != 1)}" if one.whole else f"more than {one.rows - 1} rows"
         bad = f", {one.bad} of them unusable" * bool(one.bad)
-        yield path, f"{one.kind}: {rows}{bad} ({one.format})", ", ".join(named) or "not used"
+        if not named:
+            stage = next(stage for stage, kind in KIND_OF.items() if kind == one.kind)
+            named = [f"not used: {files.left.get(path) or missing[stage]}"]
+        yield path, f"{one.kind}: {rows}{bad} ({one.format})", ", ".join(named)

@@ -9,24 +9,17 @@ from typing import Any, Literal
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.sources import Source
+from rlhf.pipeline.differences import UPSTREAM, differences, identity_of, unheard, why_new
 from rlhf.pipeline.recipe import Recipe
+from rlhf.pipeline.references import newest_sealed, with_models
 from rlhf.pipeline.summary import in_round, rated_now, stage_status
 from rlhf.stages.artifact import STEPS, Artifact, Identity, data_digests, identify, input_digest
 from rlhf.stages.checkpoints import newest_checkpoint
-from rlhf.stages.feedback.config import RANKINGS
+from rlhf.stages.feedback.config import RANKINGS, FeedbackSettings
 from rlhf.stages.settings import StageSettings, nearest
 
-UPSTREAM = {
-    ("sft", "model"): "pretrain",
-    ("feedback", "model"): "sft",
-    ("reward", "model"): "sft",
-    ("reward", "data"): "feedback",
-    ("ppo", "model"): "sft",
-    ("ppo", "reward_model"): "reward",
-}
-"""Which stage fills in a model, or rankings, that the recipe leaves empty."""
 UPSTREAM_LATER = {("feedback", "model"): "ppo", ("feedback", "earlier"): "feedback"}
-"""The same in later rounds, where it differs."""
+"""Which stage fills in what in later rounds, where that differs from UPSTREAM."""
 ROUND = ("feedback", "reward", "ppo")
 """What is gone through again in each round."""
 
@@ -47,6 +40,8 @@ class Step:
     """None where the key depends on an input that is still to be made."""
     identity: Identity | None = None
     round: int = 1
+    notes: tuple[str, ...] = ()
+    """What people said that it will not have."""
 
     @property
     def name(self) -> str:
@@ -117,7 +112,12 @@ def make_plan(recipe: Recipe, run_dir: Path, scope: Scope | None = None) -> list
 def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope, round_: int = 1) -> Step | None:
     """One stage's step, given the results before it; None if the run does not have this stage."""
     step = _plan_stage(recipe, stage, run_dir, made, scope, round_)
-    return step and replace(step, round=round_)
+    if step is None:
+        return None
+    notes: tuple[str, ...] = ()
+    if isinstance(step.settings, FeedbackSettings) and step.action in ("run", "resume"):
+        notes = tuple(unheard(step.settings, step.identity, run_dir, step.reason))
+    return replace(step, round=round_, notes=notes)
 
 
 def _plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope, round_: int) -> Step | None:
@@ -146,18 +146,25 @@ def _plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sc
     if stage in scope.force and settings.attempt:
         reason = "--force; the earlier result is kept"
     else:
-        reason = _why_new(identity, run_dir)
+        reason = why_new(identity, run_dir)
     return Step(stage, "run", reason, settings, artifact.folder, identity)
+
+
+def upstreams_of(recipe: Recipe, round_: int) -> dict[tuple[str, str], str]:
+    """Which stage fills in which field of which stage that the recipe leaves empty."""
+    return UPSTREAM | (UPSTREAM_LATER | {("ppo", "model"): recipe.ppo_from} if round_ > 1 else {})
 
 
 def fill_inputs(
     settings: StageSettings, recipe: Recipe, made: Made, run_dir: Path, round_: int = 1
 ) -> tuple[StageSettings, list[str]]:
-    """Settings with empty models and rankings filled in from the stages before; and the stages to be waited for."""
+    """Settings with empty models and rankings filled in from the stages before; and the stages to be waited for.
+
+    A model that is named as a run or a stage becomes that one's.
+    """
     filled: dict[str, Any] = {"round": round_} if settings.stage == "feedback" else {}
     waiting = []
-    later = UPSTREAM_LATER | {("ppo", "model"): recipe.ppo_from}
-    upstreams = UPSTREAM | (later if round_ > 1 else {})
+    upstreams = upstreams_of(recipe, round_)
     for name in dict.fromkeys((*settings.input_fields, *settings.data_fields)):
         upstream = upstreams.get((settings.stage, name))
         if upstream is None or getattr(settings, name) is not None:
@@ -176,7 +183,7 @@ def fill_inputs(
             filled[name] = Source(path=str(folder.absolute() / RANKINGS))
         else:
             filled[name] = str(Artifact(folder.absolute()).model)
-    return settings.model_copy(update=filled), waiting
+    return with_models(settings.model_copy(update=filled)), waiting
 
 
 def _find_inputs(settings: StageSettings) -> None:
@@ -192,15 +199,6 @@ def check_run_dir(run_dir: Path) -> None:
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise SettingsError(f"--run-dir {run_dir}: {there} is not a folder; choose another")
-
-
-def newest_sealed(stage: str, run_dir: Path) -> Artifact | None:
-    """The stage's artifact that was finished last, whatever made it."""
-    return max(_sealed(stage, run_dir), key=lambda a: a.manifest["made_with"]["finished"], default=None)
-
-
-def _sealed(stage: str, run_dir: Path) -> list[Artifact]:
-    return [a for a in map(Artifact, sorted(run_dir.glob(f"{stage}-*"))) if a.sealed]
 
 
 def _holds(artifact: Artifact, identity: Identity) -> bool:
@@ -246,7 +244,7 @@ def _outside(
     if not before or other is None:
         return Step(stage, "skip", limit)
     refuse_missing_files(other)
-    changes = ", ".join(_differences(identity, other.manifest)) if identity else "other inputs"
+    changes = ", ".join(differences(identity, identity_of(other))) if identity else "other inputs"
     return Step(stage, "reuse", f"{limit}; the newest one here, made differently: {changes}", folder=other.folder)
 
 
@@ -271,43 +269,3 @@ def _how_far(folder: Path) -> str:
         return f"interrupted{skipped or ' before its first checkpoint'}; starts over"
     steps = stage_status(folder).get("steps")
     return f"interrupted{skipped}; goes on from step {checkpoint.step}" + (f" of {steps}" if steps else "")
-
-
-def _why_new(identity: Identity, run_dir: Path) -> str:
-    """The difference to the nearest finished sibling."""
-    others = [_differences(identity, a.manifest) for a in _sealed(identity.stage, run_dir)]
-    if not others:
-        return "not run yet"
-    nearest_one = min(others, key=len)
-    shown = nearest_one[:3] + ([f"{len(nearest_one) - 3} more changes"] if len(nearest_one) > 3 else [])
-    return ", ".join(shown) or "another attempt"
-
-
-def _differences(identity: Identity, manifest: dict[str, Any]) -> list[str]:
-    stage = identity.stage
-    then, now = _flat(manifest["settings"]), _flat(identity.settings)
-    found = [
-        f"{stage}.{name} {then.get(name)} → {now.get(name)}"
-        for name in sorted(then.keys() | now.keys())
-        if then.get(name) != now.get(name) and name != "attempt"
-    ]
-    inputs = manifest["inputs"]
-    found += [
-        f"input {UPSTREAM.get((stage, name), name)} changed"
-        for name in sorted(inputs.keys() | identity.inputs.keys())
-        if inputs.get(name) != identity.inputs.get(name)
-    ]
-    data = manifest["data"]
-    names = sorted(data.keys() | identity.data.keys())
-    return found + [f"{stage}.{name} changed" for name in names if data.get(name) != identity.data.get(name)]
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -9,13 +9,17 @@ from typing import Any
 from rlhf.data import rows
 from rlhf.data.documents import Documents
 from rlhf.data.errors import DataError, SettingsError
+from rlhf.data.feedback.store import Store
+from rlhf.data.hub import refuse_unknown
 from rlhf.data.sources import Source
 from rlhf.data.split import train_and_eval
 from rlhf.pipeline.accelerate_config import num_processes, refuse_bad_configs
 from rlhf.pipeline.launch import visible_gpus
-from rlhf.pipeline.plan import Step
+from rlhf.pipeline.plan import Step, upstreams_of
 from rlhf.pipeline.recipe import Recipe, to_yaml
-from rlhf.stages.artifact import Artifact, model_digest, refuse_damaged_model
+from rlhf.pipeline.references import models_of
+from rlhf.stages.artifact import STORE, Artifact, refuse_damaged_model
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -32,7 +36,7 @@ _OF_THE_TEXT = {*PretrainSettings.data_fields, "eval_share", "max_dropped", "ded
 
 
 def refuse_foreign_files(run_dir: Path, recipe: Recipe, source: Path | None) -> None:
-    """Refuse to write over a recipe.yaml or report.html that no run of ours left here.
+    """Refuse to write over a recipe, a report or an evaluation that no run of ours left here.
 
     `source` is the file that the recipe was read from, if it was one.
     """
@@ -42,7 +46,7 @@ def refuse_foreign_files(run_dir: Path, recipe: Recipe, source: Path | None) -> 
         raise SettingsError(f"{path}: the run would write over the recipe that it reads; choose another --run-dir")
     if (run_dir / "summary.json").is_file():
         return
-    for name, ours in (("recipe.yaml", not differs), ("report.html", False)):
+    for name, ours in (("recipe.yaml", not differs), ("report.html", False), (FIGURES, False), (ANSWERS, False)):
         path = run_dir / name
         if os.path.lexists(path) and not ours:
             raise SettingsError(f"{path}: is not of a run of ours and would be lost; choose another --run-dir")
@@ -59,20 +63,17 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
     to_run = [step.settings for step in steps if step.action in ("run", "resume") and step.settings is not None]
     gpus = visible_gpus()
     refuse_bad_configs(recipe, [settings.stage for settings in to_run], gpus, say)
-    problems = [
-        line
-        for settings in to_run
-        for line in (*_uneven(settings, num_processes(recipe, settings.stage, gpus)), *_too_long(settings))
-    ]
+    problems = [line for settings in to_run for line in _uneven(settings, num_processes(recipe, settings.stage, gpus))]
+    problems += _too_long(steps, recipe)
     if problems:
         raise SettingsError("\n".join(problems))
+    for settings in to_run:
+        for where, reference in models_of(settings):
+            refuse_unknown(reference, where)
     read: list[dict[str, Any]] = []
     for settings in to_run:
         if isinstance(settings, PPOSettings):
             settings.refuse_missing_bitsandbytes()
-        if isinstance(settings, RewardSettings):
-            for reference in settings.compare_with:
-                model_digest(reference, "reward.compare_with")  # refuses a folder that holds no model
         text = settings.model_dump(include=_OF_THE_TEXT) if isinstance(settings, PretrainSettings) else None
         if text is None or text not in read:  # the variants of a sweep have one text
             _refuse_bad_rows(settings, say)
@@ -101,20 +102,43 @@ def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:
             yield f"{settings.stage}.{name}: {size} cannot be shared evenly by {processes} processes; use a multiple"
 
 
-def _too_long(settings: StageSettings) -> Iterator[str]:
-    """Sequences that the model has no positions for; a model that is not in a local folder is the stage's to check."""
+def _too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
+    """Sequences that the model has no positions for. One that is still to be made has those of the model that it starts
+    from; what is not in a local folder is the stage's to check."""
+    made: dict[str, int | None] = {}
+    for step in steps:
+        settings = step.settings
+        if settings is None:
+            made[step.stage] = _positions(Artifact(step.folder).model) if step.folder else None
+            continue
+        model = settings.inputs().get("model")
+        upstream = upstreams_of(recipe, step.round).get((step.stage, "model"), "")
+        positions = _positions(Path(model)) if model is not None else made.get(upstream)
+        made[step.stage] = positions
+        if step.action not in ("run", "resume") or positions is None or _has_answers(step):
+            continue
+        for where, length in _lengths(settings):
+            if length > positions:
+                yield f"{where} is {length}, but the model has {positions} positions; lower it"
+
+
+def _lengths(settings: StageSettings) -> Iterator[tuple[str, int]]:
+    """The longest sequence that a stage reads, after the setting that says so."""
     if isinstance(settings, PPOSettings):
-        where = "ppo.max_prompt_length + ppo.max_new_tokens"
-        length = settings.max_prompt_length + settings.max_new_tokens
+        yield "ppo.max_prompt_length + ppo.max_new_tokens", settings.max_prompt_length + settings.max_new_tokens
     elif isinstance(settings, SFTSettings | RewardSettings | FeedbackSettings):
-        where, length = f"{settings.stage}.max_length", settings.max_length
+        yield f"{settings.stage}.max_length", settings.max_length
     elif isinstance(settings, PretrainSettings) and settings.block_size is not None:
-        where, length = "pretrain.block_size", settings.block_size
-    else:
-        return
-    positions = _positions(Path(settings.model)) if settings.model is not None else None
-    if positions is not None and length > positions:
-        yield f"{where} is {length}, but the model has {positions} positions; lower it"
+        yield "pretrain.block_size", settings.block_size
+
+
+def _has_answers(step: Step) -> bool:
+    """Whether a feedback step has sampled, so that how long it samples matters no more: people may have ranked them."""
+    store = step.folder and step.folder / STORE
+    if step.stage != "feedback" or store is None or not store.is_file():
+        return False
+    with Store.open(store) as opened:
+        return opened.progress(round=step.round).num_prompts > 0
 
 
 def _positions(model: Path) -> int | None:

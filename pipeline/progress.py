@@ -11,14 +11,14 @@ PATIENCE = 2.0
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Callable[[str], None]]:
+def waiting(what: str, elsewhere: Callable[[str], None] = lambda text: None) -> Iterator[Callable[[str], None]]:
     """Show that `what` is going on, once it has taken PATIENCE; the line is gone at the end.
 
-    Yields a function that says how far it is in the place of `what`; it may be called as often as one likes. Elsewhere
-    than on a terminal nothing is shown.
+    Yields a function that says how far it is in the place of `what`; it may be called as often as one likes. Where
+    there is no terminal, it is the one that is given for `elsewhere`.
     """
     if not sys.stderr.isatty():
-        yield lambda text: None
+        yield elsewhere
         return
     shown: list[Any] = []
     text, lock, over = what, Lock(), False

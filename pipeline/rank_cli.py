@@ -17,7 +17,9 @@ rank_app = typer.Typer()
 @rank_app.command()
 def rank(
     store: StoreArgument,
-    target: Annotated[int, typer.Option(min=1, help="Ratings that each prompt shall have.")] = 1,
+    target: Annotated[
+        int, typer.Option(min=1, help="Ratings for each prompt. `rlhf sample --overlap N` puts up some for all raters.")
+    ] = 1,
     instructions: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What raters are told: Markdown, without HTML.")
     ] = None,
@@ -34,12 +36,13 @@ def rank(
         str | None, typer.Option(metavar="URL", help="What raters open, where a proxy with TLS leads to this page.")
     ] = None,
 ) -> None:
-    """Open a page on which people rank the answers in a feedback store, by drag and drop or by keys.
+    """Open a page on which people rank answers.
 
-    It is for this machine alone unless --host says otherwise. Ctrl-C ends it, and nothing is lost by that: a ranking is
-    on disk before the page goes on to the next.
+    They rank what is in a feedback store, by drag and drop or by keys. The page is for this machine alone unless --host
+    says otherwise. Ctrl-C ends it, and nothing is lost by that: a ranking is on disk before the page goes on to the
+    next.
     """
-    if url is not None and not re.fullmatch(r"https?://[^/?#@\s]+/?", url):
+    if url is not None and not _is_url(url):
         raise SettingsError(f"--url {url}: scheme and host are wanted, such as https://rank.example.org")
     try:
         from rlhf.pipeline.rank import server
@@ -61,11 +64,20 @@ def rank(
     text = None
     if instructions is not None:
         try:
-            text = markdown(instructions.read_text(encoding="utf-8"))
+            text = markdown(instructions.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"--instructions {instructions}: cannot be read: {error}") from None
     options = Options(target, text, rater, tokens, secure=url is not None and url.startswith("https:"))
     server.serve(store, host, port, url, options, lambda where: _tell(where, tokens))
+
+
+def _is_url(url: str) -> bool:
+    """Whether this is http or https and a host as browsers send it (in letters of ASCII), perhaps with a port."""
+    try:
+        urlsplit(url).port  # noqa: B018  # raises for what is none
+    except ValueError:
+        return False
+    return re.fullmatch(r"https?://[A-Za-z0-9._:\[\]-]+/?", url) is not None
 
 
 def _tell(where: str, tokens: bool) -> None:

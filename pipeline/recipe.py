@@ -10,7 +10,7 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, field_validator
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from rlhf.data.errors import SettingsError, first_line
 from rlhf.stages.artifact import STEPS
@@ -43,8 +43,8 @@ class Recipe(Shared):
     num_processes: int | dict[str, int] | None = None
     """Processes of each stage, or a number per stage, {pretrain: 8, reward: 1}; by default one for each GPU here."""
     accelerate_config: str | dict[str, str] | None = None
-    """What the stages are launched with: a file that `accelerate config` wrote, or ddp, fsdp2, zero2 or cpu2,
-    which are shipped; or one per stage, {pretrain: fsdp2, ppo: mine.yaml}."""
+    """What the stages are launched with: a file that `accelerate config` wrote, or ddp, fsdp2, zero2 or cpu2, which are
+    shipped; or one per stage, {pretrain: fsdp2, ppo: mine.yaml}. [Accelerate]"""
     pretrain: PretrainSettings | None = None
     """The base model from raw text."""
     sft: SFTSettings | None = None
@@ -60,6 +60,9 @@ class Recipe(Shared):
     reward model learns from the rankings of all rounds."""
     ppo_from: Literal["sft", "ppo"] = "sft"
     """Where ppo of later rounds starts: from the sft stage's model again, or from the policy of the round before."""
+    evaluate: bool = True
+    """Measure the models after each stage, briefly: perplexities, and answers to a few held-out prompts. `rlhf eval`
+    measures more."""
 
     def section(self, stage: str) -> StageSettings | None:
         """Settings of a stage, None if it is not part of the run."""
@@ -224,8 +227,7 @@ def read_yaml(name: str, shipped: Mapping[str, Traversable], kind: str) -> Any:
     else:
         if name not in shipped:
             found = f"a folder, not a {kind}" if path.is_dir() else f"no such {kind}"
-            close = difflib.get_close_matches(name, shipped, n=1)
-            hint = f"did you mean '{close[0]}'? " if close else ""
+            hint = f"did you mean '{near}'? " if (near := _nearest_file(path, shipped)) else ""
             raise SettingsError(
                 f"{name}: {found}; {hint}give a YAML file or a shipped name: {', '.join(sorted(shipped))}"
             )
@@ -234,12 +236,33 @@ def read_yaml(name: str, shipped: Mapping[str, Traversable], kind: str) -> Any:
         return OmegaConf.create(text)
     except OmegaConfBaseException as error:
         raise SettingsError(f"{name}: {first_line(error)}") from None
+    except MarkedYAMLError as error:
+        raise SettingsError(f"{name}: not valid YAML: {_where_in(text, error)}") from None
     except (YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits
         raise SettingsError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except AssertionError:  # what OmegaConf makes of a lone number
         raise SettingsError(f"{name}: not a {kind}; it holds one value alone") from None
     except RecursionError:
         raise SettingsError(f"{name}: nested too deeply for a {kind}") from None
+
+
+def _where_in(text: str, error: MarkedYAMLError) -> str:
+    """Line and fault of a text that is no YAML."""
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return " ".join(str(error).split())
+    if mark.index < len(text) and text[mark.index] == "\t":
+        return f"line {mark.line + 1} has a tab; YAML is set in with blanks"
+    fault = "; ".join(" ".join(part.split()) for part in (error.context, error.problem) if part)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {fault}"
+
+
+def _nearest_file(path: Path, shipped: Iterable[str]) -> str | None:
+    """The YAML file beside `path`, or the shipped name, that is called most like it; with an ending or without."""
+    files = [file for file in sorted(path.parent.glob("*")) if file.suffix in (".yaml", ".yml") and file.is_file()]
+    names = {name: name for name in shipped} | {file.stem: str(file) for file in files}
+    close = difflib.get_close_matches(path.name.removesuffix(".yaml").removesuffix(".yml"), names, n=1)
+    return names[close[0]] if close else None
 
 
 def resolved(config: Any, name: str) -> Any:

@@ -1,6 +1,7 @@
 """The text of a recipe for somebody's own files: important settings, each with what it means."""
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,12 @@ from rlhf.pipeline.recipe import Recipe, section_class
 from rlhf.stages.settings import Settings, meaning
 
 WIDTH = 110
+ENOUGH_STEPS = 60
+"""Optimiser steps that sft and reward should make; a handful teaches nothing, however many rows each takes."""
+MOST_EPOCHS = 10
+MOST_PASSES = 40
+"""How often raw text is gone through at most. [Muennighoff et al. 2023: little is left to gain after some 16]"""
+EVAL_SHARE = 0.1
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", ".", "..")
 
@@ -36,20 +43,21 @@ def recipe_text(chosen: Chosen, left: Mapping[str, str], schema: str) -> str:
         *_comment("Written by `rlhf init` for the files that it names. A section that is taken out is a stage that "
                   "does not run. `rlhf schema` and docs/recipes.md tell all settings."),
         "",
-        *_settings(Recipe, {"seed": 0, "eval_share": 0.1}),
+        *_settings(Recipe, {"seed": 0, "eval_share": EVAL_SHARE}, {}),
     ]  # fmt: skip
-    for stage, settings in sections(chosen).items():
+    for stage, (settings, reasons) in sections(chosen).items():
         cls = section_class(stage)
         lines += ["", *_comment(meaning(Recipe.model_fields[stage])), f"{stage}:"]
-        lines += (f"  {line}" for line in _settings(cls, settings))
+        lines += (f"  {line}" for line in _settings(cls, settings, reasons))
     if left:
         lines += ["", "# Not in it:"]
         lines += (line for place, why in left.items() for line in _comment(f"{place}: {why}", "  "))
     return "\n".join(lines) + "\n"
 
 
-def sections(chosen: Chosen) -> dict[str, dict[str, Any]]:
-    """The settings of each stage: of the demo's size on a CPU, and of a small model's on a GPU."""
+def sections(chosen: Chosen) -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
+    """The settings of each stage, of the demo's size on a CPU and of a small model's on a GPU, no larger than fits its
+    rows; and for some of them why."""
     small = not chosen.gpus
     scratch = chosen.start is None
     most, least = (512, 64) if small else (2048, 256)
@@ -64,41 +72,72 @@ def sections(chosen: Chosen) -> dict[str, dict[str, Any]]:
     if "ppo" in chosen.data:
         prompt = tokens(chosen.data["ppo"][0][1].prompt_length)
         lengths["ppo"] = prompt + new
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
     for stage, sources in chosen.data.items():
-        settings = found[stage] = {}
+        settings: dict[str, Any] = {}
+        reasons: dict[str, str] = {}
+        found[stage] = settings, reasons
+        share = 1.0 if stage in chosen.held_out else 1 - EVAL_SHARE
         if chosen.start is not None and stage != "pretrain" and (stage == "sft" or "sft" not in chosen.data):
             settings["model"] = chosen.start
-        settings["data"] = sources[0][0] if len(sources) == 1 else [path for path, _ in sources]
+        named = [_source(path, one) for path, one in sources]
+        settings["data"] = named[0] if len(named) == 1 else named
         if stage in chosen.held_out:
-            settings["eval_data"] = chosen.held_out[stage][0]
+            settings["eval_data"] = _source(*chosen.held_out[stage])
         read = [*sources, *([chosen.held_out[stage]] if stage in chosen.held_out else [])]
-        if share := max(one.bad / one.rows for _, one in read):
-            settings["max_dropped"] = min(round(2 * share + 0.005, 2), 0.99)
+        if bad := max(one.bad / one.rows for _, one in read):
+            settings["max_dropped"] = min(round(2 * bad + 0.005, 2), 0.99)
+        one = sources[0][1]
         if stage == "pretrain":
-            characters = sum(one.length for _, one in sources)
-            settings |= _pretrain(small, characters, max([256, *lengths.values()]))
+            characters = sum(source.length for _, source in sources)
+            text = share * characters if all(source.whole for _, source in sources) else None
+            settings |= _pretrain(small, characters, max([256, *lengths.values()]), text, reasons)
         elif stage == "ppo":
-            settings |= _ppo(small, scratch) | {"max_prompt_length": prompt, "max_new_tokens": new}
+            prompts = max(round(share * one.prompts), 1)
+            settings |= _ppo(small, scratch, prompts, reasons)
+            settings |= {"max_prompt_length": prompt, "max_new_tokens": new}
         else:
-            settings |= _supervised(stage, small, scratch) | {"max_length": lengths[stage]}
+            rows = max(round(share * (one.rows - one.bad)), 1)
+            settings |= _supervised(stage, small, scratch, rows, chosen.gpus, reasons)
+            if not one.whole:
+                reasons["num_epochs"] = f"At least {reasons['num_epochs']}"
+            settings["max_length"] = lengths[stage]
         if chosen.gpus == 1:
             settings["auto_microbatch"] = True
     return found
 
 
-def _pretrain(small: bool, characters: int, context: int) -> dict[str, Any]:
+def _source(path: str, found: Recognised) -> Any:
+    """How a recipe names a source."""
+    return {"path": path, "map": found.map} if found.map else path
+
+
+def _pretrain(
+    small: bool, characters: int, context: int, trained_on: float | None, reasons: dict[str, str]
+) -> dict[str, Any]:
+    """`trained_on`: characters of all the text without what is held out; None if there is more than was read."""
+    block = min(128 if small else 1024, _blocks_of(characters))
+    steps, batch = (300, 16) if small else (5000, 64)
+    if trained_on is not None:
+        in_blocks = trained_on / (2 if small else 4) / block  # characters to a token
+        while batch > 16 and MOST_PASSES * in_blocks / batch < 1000:
+            batch //= 2
+        steps = min(steps, max(int(MOST_PASSES * in_blocks / batch), ENOUGH_STEPS))
+        passes = float(f"{steps * batch / in_blocks:.1g}")
+        blocks = f"{batch} blocks of {block} tokens each"
+        reasons["num_steps"] = f"So many, {blocks}, go through the text some {passes:g} times."
     if not small:
         return {
             "preset": ["gpt3-125m", "llama"], "vocab_size": 32000, "context_length": max(context, 1024),
-            "block_size": min(1024, _blocks_of(characters)), "num_steps": 5000, "global_batch_size": 64,
-            "learning_rate": 6e-4, "warmup_steps": 200, "eval_every": 250, "compile": True,
+            "block_size": block, "num_steps": steps, "global_batch_size": batch,
+            "learning_rate": 6e-4, "warmup_steps": min(200, steps // 10), "eval_every": min(250, steps // 3),
+            "compile": True,
         }  # fmt: skip
     return {
         "hidden_size": 128, "num_layers": 4, "num_heads": 4, "initializer_range": 0.08,
         "vocab_size": 512 if characters < 1_000_000 else 4096, "context_length": context,
-        "block_size": min(128, _blocks_of(characters)), "num_steps": 300, "global_batch_size": 16,
-        "learning_rate": 3e-3, "warmup_steps": 30, "eval_every": 100,
+        "block_size": block, "num_steps": steps, "global_batch_size": batch,
+        "learning_rate": 3e-3, "warmup_steps": steps // 10, "eval_every": steps // 3,
     }  # fmt: skip
 
 
@@ -107,26 +146,43 @@ def _blocks_of(characters: int) -> int:
     return 1 << max((characters // 100).bit_length() - 1, 3)
 
 
-def _supervised(stage: str, small: bool, scratch: bool) -> dict[str, Any]:
+def _supervised(
+    stage: str, small: bool, scratch: bool, rows: int, gpus: int, reasons: dict[str, str]
+) -> dict[str, Any]:
+    """Of few rows smaller batches, and more passes over them, so that there are enough steps."""
     rates = {"sft": 2e-5, "reward": 9e-6} if not (small and scratch) else {"sft": 1e-3, "reward": 1e-3}
-    passes = {"sft": 2 if small and scratch else 1, "reward": 2 if small and scratch else 1}
-    batch = 16 if small else 64
-    return {"num_epochs": passes[stage], "global_batch_size": batch, "learning_rate": rates[stage]}
+    epochs = 2 if small and scratch else 1
+    batch, least = 16 if small else 64, max(4 if small else 8, gpus)
+    while batch > least and epochs * rows < ENOUGH_STEPS * batch:
+        batch //= 2
+    steps = math.ceil(rows / batch)  # of one pass
+    epochs = min(max(epochs, math.ceil(ENOUGH_STEPS / steps)), MOST_EPOCHS)
+    reasons["num_epochs"] = (
+        f"{epochs * steps} optimiser steps: {rows} rows to train on, {batch} a step, {epochs} times over. "
+        f"Fewer than {ENOUGH_STEPS} teach little, more than {MOST_EPOCHS} passes learn rows by heart."
+    )
+    return {"num_epochs": epochs, "global_batch_size": batch, "learning_rate": rates[stage]}
 
 
-def _ppo(small: bool, scratch: bool) -> dict[str, Any]:
+def _ppo(small: bool, scratch: bool, prompts: int, reasons: dict[str, str]) -> dict[str, Any]:
     policy, critic = (2e-4, 5e-4) if small and scratch else (3e-6, 9e-6)
+    rollouts = 64 if small else 128
+    while rollouts > 16 and rollouts > 4 * prompts:
+        rollouts //= 2
+    if rollouts > prompts:
+        times = math.ceil(rollouts / prompts)
+        reasons["rollout_batch_size"] = f"With {prompts} to train on, a prompt is answered up to {times} times in each."
     return {
-        "num_iterations": 30 if small else 100, "rollout_batch_size": 64 if small else 128, "num_epochs": 2,
+        "num_iterations": 30 if small else 100, "rollout_batch_size": rollouts, "num_epochs": 2,
         "num_minibatches": 2, "learning_rate": policy, "critic_learning_rate": critic, "kl_coef": 0.05,
         "missing_eos_penalty": 1.0, "eval_every": 10,
     }  # fmt: skip
 
 
-def _settings(cls: type[Settings], values: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of some settings, each below what it means."""
+def _settings(cls: type[Settings], values: Mapping[str, Any], reasons: Mapping[str, str]) -> Iterator[str]:
+    """The lines of some settings, each below what it means and why it is so."""
     for name, value in values.items():
-        yield from _comment(meaning(cls.model_fields[name]))
+        yield from _comment(f"{meaning(cls.model_fields[name])} {reasons.get(name, '')}")
         yield f"{name}: {_yaml(value)}"
 
 
@@ -138,6 +194,8 @@ def _comment(text: str, indent: str = "") -> list[str]:
 def _yaml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_yaml(one)}' for name, one in value.items())}}}"
     if not isinstance(value, str):
         return json.dumps(value)
     if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:

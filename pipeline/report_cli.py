@@ -51,11 +51,12 @@ def report(
         return
     if price_per_hour is not None:
         raise SettingsError("--price-per-hour: goes with one run")
-    from rlhf.pipeline.report.compare import Comparison, write
+    from rlhf.pipeline.report.compare import Comparison
+    from rlhf.pipeline.report.page import write
     from rlhf.pipeline.tables import show_table
 
     with waiting("comparing the runs"):
         comparison = Comparison(run_dirs)
-        page = write(comparison, out or COMPARISON)
+        write(out or COMPARISON, comparison.page())
     show_table(*comparison.table())
-    print(page)
+    print(out or COMPARISON)

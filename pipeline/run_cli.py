@@ -1,6 +1,7 @@
 """`rlhf run`, `plan` and `status`, and each stage as a command of its own."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,10 +90,10 @@ def follow(
         int, typer.Argument(metavar="MACHINE", min=1, help="Number of this machine: 1, 2 …; number 0 has `rlhf run`.")
     ],
 ) -> None:
-    """On another machine of a run on several: start its part of each stage.
+    """Do another machine's part of a run on several machines.
 
-    The first machine, number 0, has `rlhf run`. All see the run folder, and have the same working directory and
-    packages. It ends when the run does, with code 1 if a stage did not come to its end.
+    It starts its part of each stage; the first machine, number 0, has `rlhf run`. All see the run folder, and have the
+    same working directory and packages. It ends when the run does, with code 1 if a stage did not come to its end.
     """
     from rlhf.pipeline.follow import follow
 
@@ -112,12 +113,20 @@ def plan(
     from rlhf.pipeline.plan import Scope, make_plan
     from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.recipe import load_recipe
+    from rlhf.pipeline.references import models_of
 
     folder = run_dir or _default_run_dir(recipe)
     with waiting("looking at data and models"):
         steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
     rows = [(s.name, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
     show_table(("stage", "action", "folder", "why"), rows)
+    for step in steps:
+        for note in step.notes:
+            print(f"{step.name}: {note}")
+    models = {where: name for step in steps if step.settings for where, name in models_of(step.settings)}
+    for where, name in models.items():
+        if not Path(name).is_dir():
+            print(f"{where}: no folder {name} here, so it is a hub id; `rlhf run` asks the hub before it trains")
     print(f"run folder: {folder}")
 
 
@@ -152,9 +161,9 @@ def pretrain(
     ] = None,
     profile: ProfileOption = False,
 ) -> None:
-    """One stage alone: a base model from raw text, or several to compare.
+    """One stage alone: a base model from raw text.
 
-    The model it starts from, if any, may be any Hugging Face folder or hub id.
+    With --sweep several, to compare. The model it starts from, if any, may be any Hugging Face folder or hub id.
     """
     from rlhf.pipeline.plan import Scope
 
@@ -203,6 +212,7 @@ def _run(
     from dataclasses import asdict
 
     from rlhf.pipeline.recipe import load_recipe
+    from rlhf.pipeline.references import POLICIES
     from rlhf.pipeline.runner import run
 
     if profile:
@@ -212,7 +222,11 @@ def _run(
     loaded = load_recipe(recipe, overrides or ())
     entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source, verify)
     _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
+    _verdicts(folder)
     print(f"report: {folder / 'report.html'}")
+    if any(entries[name].status == "done" for name in entries if name.partition(" ")[0] in POLICIES):
+        told = shlex.quote(str(folder))
+        print(f"next: rlhf chat {told}, rlhf eval {told} (more figures), rlhf export {told} OUT (a model for others)")
     if profile:
         trace = folder / (entries[str(scope.last)].folder or "") / "profile" / "trace.json.gz"
         none = "none: the stage was finished before; with --force it runs anew"
@@ -231,6 +245,17 @@ def _sweep(sweep: str, recipe: str, overrides: list[str], run_dir: Path, force: 
     print(f"report: {run_dir / 'report.html'}")
     if failed := [row for row in rows if row["error"] is not None]:
         raise RunFailed(f"{len(failed)} of {len(rows)} variants failed; run again to go on. {failed[0]['error']}")
+
+
+def _verdicts(run_dir: Path) -> None:
+    """What the report says of each finished stage, in a line each."""
+    from rlhf.pipeline.report.judgement import SIGNS, judge_run
+    from rlhf.pipeline.report.run import read_run
+
+    read = read_run(run_dir)
+    for stage, verdict in judge_run(read).items():
+        if read.stages[stage].done:
+            print(f"{SIGNS[verdict.tone]} {verdict.sentence}".replace("\u00a0", " "))
 
 
 def _default_run_dir(recipe: str) -> Path:

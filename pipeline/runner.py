@@ -11,6 +11,7 @@ from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline import gates
 from rlhf.pipeline.clean import Item, delete, run_temporaries
 from rlhf.pipeline.errors import RunFailed, RunStopped
+from rlhf.pipeline.evaluation import keep_current
 from rlhf.pipeline.launch import ERROR_LOG, run_stage
 from rlhf.pipeline.lock import LOCK, held
 from rlhf.pipeline.plan import Scope, Step, make_plan, plan_stage
@@ -22,6 +23,7 @@ from rlhf.pipeline.summary import (
     duration,
     headline,
     in_round,
+    rated_elsewhere,
     rated_now,
     read_summary,
     stage_status,
@@ -30,6 +32,7 @@ from rlhf.pipeline.summary import (
 from rlhf.stages.artifact import Artifact, write_settings
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import replace_text
+from rlhf.stages.evaluation.records import FIGURES
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import exit_on_signal, handled
 
@@ -54,7 +57,9 @@ def run(
     """
     scope = scope or Scope()
     with checked([recipe], run_dir, scope, say, source, verify) as (lock, [steps]):
-        entries, changed, failed = run_steps(steps, recipe, run_dir, scope, lock, say)
+        entries, changed, failed = run_steps(steps, recipe, run_dir, scope, lock, say, recipe.evaluate)
+        if recipe.evaluate and not changed:  # of a run that was killed meanwhile
+            changed = keep_current(run_dir, entries, recipe, recipe.stages[-1], lock, say)
         if changed or _report_is_old(run_dir):
             render_report(run_dir)
     if failed:
@@ -91,9 +96,12 @@ def checked(
 
 
 def run_steps(
-    steps: list[Step], recipe: Recipe, run_dir: Path, scope: Scope, lock: int, say: Say
+    steps: list[Step], recipe: Recipe, run_dir: Path, scope: Scope, lock: int, say: Say, evaluate: bool = False
 ) -> tuple[dict[str, Entry], bool, list[str]]:
-    """Carry out a plan: the entries of summary.json, whether anything changed, and the gates that ended it early."""
+    """Carry out a plan: the entries of summary.json, whether anything changed, and the gates that ended it early.
+
+    With `evaluate` the models are measured after each stage that was trained.
+    """
     entries = _first_entries(steps, recipe, run_dir)
     changed = write_summary(run_dir, entries)  # first: it marks the folder, and the files beside it, as ours
     write_recipe(run_dir, recipe)
@@ -107,10 +115,14 @@ def run_steps(
         if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
             step = plan_stage(recipe, step.stage, run_dir, made, scope, step.round) or step
         say(_describe(step))
+        for note in step.notes:
+            say(f"{step.name}: {note}")
         if step.action in ("run", "resume"):
             changed = True
             if not _train(step, recipe, run_dir, entries, lock, say):
                 return entries, changed, []
+            if evaluate and step.stage in ("pretrain", "sft", "ppo"):  # which make a model that answers
+                keep_current(run_dir, entries, recipe, step.stage, lock, say)
         elif step.action == "reuse":
             assert step.folder is not None
             rmtree(step.folder / "checkpoints", ignore_errors=True)  # which a kill after the seal may have left
@@ -129,7 +141,8 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
     assert settings is not None
     write_settings(folder, settings)
     before = entries[stage].seconds if entries[stage].folder == folder.name else None
-    if (told := rated_now(folder)) and told["step"] < told["steps"]:  # no need to start it
+    if (told := rated_now(folder)) and told["step"] < told["steps"] and not rated_elsewhere(folder):
+        # no need to start it
         entries[stage] = Entry("waiting", folder=folder.name, seconds=before)
         write_summary(run_dir, entries)
         return False
@@ -166,9 +179,10 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
             write_summary(run_dir, entries)
             raise RunStopped(f"{stage}: done; stopped after it; run again to go on", int(code)) from None
         ended("stopped")
-        told = stage_status(folder)
-        where = f" at step {told['step']} of {told['steps']}" if told.get("state") == "stopped" and told["step"] else ""
-        raise RunStopped(f"{stage}: stopped{where}; {_how_to_go_on(folder, 'run again')}", int(code)) from None
+        is_told = stage_status(folder).get("state") == "stopped"  # the stage said itself where it goes on
+        raise RunStopped(
+            "" if is_told else f"{stage}: stopped; {_how_to_go_on(folder, 'run again')}", int(code)
+        ) from None
     except Exception as error:
         ended("failed")
         message = mask(str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}")
@@ -182,7 +196,9 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
 
 def _describe(step: Step) -> str:
     where = f" {step.folder.name}" if step.folder else ""
-    return f"{step.name}: {step.action}{where} ({step.reason})"
+    # which checkpoints were passed over the stage says itself
+    reason = "; ".join(part for part in step.reason.split("; ") if not part.startswith("passed over"))
+    return f"{step.name}: {step.action}{where} ({reason})"
 
 
 def _how_to_go_on(folder: Path, cure: str = "correct it and run again") -> str:
@@ -238,8 +254,9 @@ def write_recipe(run_dir: Path, recipe: Recipe) -> None:
 
 def _report_is_old(run_dir: Path) -> bool:
     """Whether report.html is of before the last change, as after a signal while it was drawn."""
-    report = run_dir / "report.html"
-    return not report.is_file() or report.stat().st_mtime_ns < (run_dir / "summary.json").stat().st_mtime_ns
+    report, shown = run_dir / "report.html", [run_dir / "summary.json", run_dir / FIGURES]
+    changed = max(path.stat().st_mtime_ns for path in shown if path.is_file())
+    return not report.is_file() or report.stat().st_mtime_ns < changed
 
 
 def render_report(run_dir: Path) -> None:

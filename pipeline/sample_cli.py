@@ -9,16 +9,14 @@ from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline.data_cli import FormatOption, MapOption, MaxDroppedOption, source_of
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.feedback_cli import StoreArgument
-from rlhf.pipeline.tools_cli import become
+from rlhf.pipeline.tools_cli import MODEL, become
 
 sample_app = typer.Typer()
 
 
 @sample_app.command()
 def sample(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL …", help="Model folders or hub ids; several take turns.")
-    ],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL …", help=f"{MODEL} Several take turns.")],
     prompts: Annotated[str, typer.Option(metavar="PATH", help="A file, folder, module:function or hub id.")],
     store: Annotated[Path, typer.Option(metavar="STORE", help="A feedback store; made if it is not there.")],
     num_answers: Annotated[int, typer.Option(min=2, help="Answers per prompt.")] = 4,
@@ -27,23 +25,33 @@ def sample(
     ] = "1.0",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     seed: Annotated[int, typer.Option(help="For the same answers again.")] = 0,
+    overlap: Annotated[int, typer.Option(min=0, help="How many of the prompts are for all raters.")] = 0,
     round_: Annotated[int, typer.Option("--round", min=1, help="Round of the answers; a later one is rated anew.")] = 1,
     mapping: MapOption = None,
     format_: FormatOption = None,
     max_dropped: MaxDroppedOption = 0.0,
 ) -> None:
-    """Sample several answers to each prompt into a feedback store, to be ranked.
+    """Sample answers to prompts into a feedback store.
 
-    Which model wrote which answer is recorded, and hidden from those who rank. Answers that say the same are drawn
-    again. What is in the store stays, so after an interruption the same command goes on.
+    They are there to be ranked. Which model wrote which answer is recorded, and hidden from those who rank. Answers
+    that say the same are drawn again. What is in the store stays, so after an interruption the same command goes on.
     """
+    from rlhf.pipeline.references import POLICIES, loadable
+
     source = source_of(prompts, "prompts", mapping, format_)
-    words = [*models, "--prompts", source.model_dump_json(), "--store", str(store)]
+    words = [
+        *(loadable(model, POLICIES) for model in models),
+        "--prompts",
+        source.model_dump_json(),
+        "--store",
+        str(store),
+    ]
     for name, value in (
         ("--num-answers", num_answers),
         ("--temperature", temperature),
         ("--max-new-tokens", max_new_tokens),
         ("--seed", seed),
+        ("--overlap", overlap),
         ("--round", round_),
         ("--max-dropped", max_dropped),
     ):
@@ -65,11 +73,11 @@ def judge(
         str | None, typer.Option(metavar="NAME", help="Environment variable that holds the server's API key.")
     ] = None,
 ) -> None:
-    """Have a judge rank the answers in a feedback store: a function of yours, or a model behind a server.
+    """Have a judge rank the answers in a feedback store.
 
-    A model is shown two answers at a time, every pair in both orders; where it does not name the same one both times,
-    they are tied. What it said is kept beside the store, and nothing is asked twice. Exit code 1 where some prompts
-    could not be judged; the same command tries those again.
+    It is a function of yours, or a model behind a server. A model is shown two answers at a time, every pair in both
+    orders; where it does not name the same one both times, they are tied. What it said is kept beside the store, and
+    nothing is asked twice. Exit code 1 where some prompts could not be judged; the same command tries those again.
     """
     from rlhf.data.feedback.store import Store
     from rlhf.stages.judging import FunctionJudge, ModelJudge, cost, judge_store, model_judge

@@ -24,6 +24,14 @@ def _init(
         str | None,
         typer.Option(metavar="MODEL", help="Start from this model, a folder or hub id, instead of from raw text."),
     ] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="[FILE:]NAME=COLUMN",
+            help="Which column holds NAME, prompt=question, in FILE or in all files that need it (repeatable).",
+        ),
+    ] = None,
 ) -> None:
     """Write a commented recipe for your files.
 
@@ -33,12 +41,17 @@ def _init(
     """
     from rlhf.pipeline.init import init
     from rlhf.pipeline.progress import waiting
+    from rlhf.pipeline.references import POLICIES, model_at
 
+    if model is not None:
+        model_at(model, POLICIES, "--model")  # refuses what is none
     with waiting("looking at the files") as tell:
-        written = init(name, files or [], model, tell)
+        written = init(name, files or [], model, tell, mapping or [])
     show_table(("file", "holds", "used as"), written.files)
     for place, why in written.left.items():
         print(f"left out: {place}: {why}")
+    for warning in written.warnings:
+        print(f"warning: {warning}")
     recipe = written.recipe
     print(f"{recipe}: {', '.join(written.stages)}")
     print(f"next: rlhf estimate {recipe} (memory and time), then rlhf run {recipe}")

@@ -7,11 +7,12 @@ from typing import Any
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.feedback.store import Store
-from rlhf.data.feedback.target import dealt_with, missing
+from rlhf.data.feedback.target import missing, rated
 from rlhf.pipeline.lock import in_use
 from rlhf.stages.artifact import STEPS, STORE, read_settings
 from rlhf.stages.disk import replace_text
 from rlhf.stages.feedback.config import FeedbackSettings
+from rlhf.stages.feedback.stores import gone_on
 
 HEADLINES = {
     "pretrain": ("val_loss", "vocab_size"),
@@ -111,10 +112,16 @@ def rated_now(folder: Path) -> dict[str, Any]:
     """Step, steps and message of a feedback step that waits for people, as the store is now; empty of any other."""
     if stage_status(folder).get("state") != "waiting" or not (folder / STORE).is_file():
         return {}
-    target = read_settings(folder, FeedbackSettings).target
+    settings = read_settings(folder, FeedbackSettings)
     with Store.open(folder / STORE) as store:
-        rated, num_prompts = dealt_with(store, target)
-        return {"step": rated, "steps": num_prompts, "message": missing(rated, num_prompts, target, store.path)}
+        found = rated(store, settings.target, settings.round)
+        told = missing(found, settings.target, store.path)
+    return {"step": found.num, "steps": found.num_prompts, "message": told}
+
+
+def rated_elsewhere(folder: Path) -> bool:
+    """Whether people have gone on with a feedback step's rankings in another step, which had another target, say."""
+    return gone_on(read_settings(folder, FeedbackSettings), folder / STORE) is not None
 
 
 def outcome(entry: dict[str, Any]) -> str:

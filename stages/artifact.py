@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 from rlhf.data import sources
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.files import hash_file
-from rlhf.stages.disk import file_digest, file_digests, replace_text, sync
+from rlhf.data.hub import refuse_missing_folder
+from rlhf.stages.disk import file_digest, file_digests, give_usual_modes, replace_text, sync
 from rlhf.stages.settings import StageSettings
 
 AnyStage = TypeVar("AnyStage", bound=StageSettings)
@@ -231,8 +232,7 @@ def tokenizer_digest(reference: str, where: str) -> str:
 
 def _hub_id(reference: str, where: str) -> str:
     """What stands for an id on the hub; refuses what can only be a folder."""
-    if Path(reference).is_absolute() or reference.startswith(".") or reference.count("/") > 1 or "\\" in reference:
-        raise SettingsError(f"{where}: no folder '{reference}'")
+    refuse_missing_folder(reference, where)
     return f"hub:{reference}"
 
 
@@ -264,23 +264,31 @@ def read_settings(folder: Path, cls: type[AnyStage]) -> AnyStage:
 
 
 def seal(
-    folder: Path, identity: Identity, metrics: dict[str, float], processes: int, hand_over: dict[str, Any]
+    folder: Path,
+    identity: Identity,
+    metrics: dict[str, float],
+    processes: int,
+    hand_over: dict[str, Any],
+    rows: dict[str, Any] | None = None,
 ) -> None:
     """Write manifest.json, last and atomically: from now on the artifact is finished and never changed.
 
-    `hand_over` is what the next stage checks: tokenizer digest, vocabulary size, template, eos and pad ids.
+    `hand_over` is what the next stage checks: tokenizer digest, vocabulary size, template, eos and pad ids. `rows` says
+    of each source what was kept of its rows, and what left out and why.
     """
     remove_temporaries(folder)
     found = result_files(folder)
     names = [path.relative_to(folder).as_posix() for path in found]
     files = dict(zip(names, file_digests(found), strict=True))
     sizes = dict(zip(names, (path.stat().st_size for path in found), strict=True))
+    give_usual_modes(found)
     sync({folder, *found, *(path.parent for path in found)})
     manifest = {
         "stage": identity.stage,
         "key": identity.key,
         "inputs": identity.inputs,
         "data": identity.data,
+        "rows": rows or {},
         "settings": identity.settings,
         "hand_over": hand_over,
         "files": files,

@@ -115,6 +115,8 @@ class Phase:
     """Bytes that each process sends to others."""
     hidden: float = 0.0
     """Share of the phase's own work that goes on meanwhile."""
+    beside: bool = False
+    """Whether it goes on while the stage's other phases have their turns."""
 
     @property
     def total(self) -> float:

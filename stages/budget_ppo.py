@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from rlhf.stages import adapters
 from rlhf.stages.budget import (
     GIB,
     Case,
+    Held,
     Phase,
     causal,
     held_by,
@@ -100,17 +101,20 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     cut = num_prompt + num_new, settings.microbatch_tokens
     read_at_once, num_read = microbatches_of(settings, share, *cut)
     size, num = microbatches_of(settings, of_minibatch, *cut)
+    ptx_size, num_ptx = _ptx_cut(settings, case)
     configs = [case.config, *([case.reward_config] if case.reward_config is not None else [])]
     engine, compiled = engine_of(settings.rollout.engine, case), settings.compile and case.is_gpu
 
     def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
         models = models_of(settings, case, configs)
-        with footprint.of(*all_models(models)):
+        copies = [_sampler(configs[0], case)] if samples_ahead(settings) else []
+        with footprint.of(*all_models(models), *copies):
             with torch.no_grad():
-                decode(footprint, "rollout", engine, models.policy.model, case, num_prompt, num_new, at_once)
+                sampler = copies[0] if copies else models.policy.model
+                decode(footprint, "rollout", engine, sampler, case, num_prompt, num_new, at_once)
             with torch.no_grad(), case.autocast:
                 _score(footprint, settings, models, read_at_once)
-            _update(footprint, settings, case, models, size, num)
+            _update(footprint, settings, case, models, size, num, ptx_size)
 
     moments = traced(configs, run, "layers" if compiled else None)
     with torch.device("meta"):
@@ -119,14 +123,16 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     parts = held_by({"learning": learners, "waiting": [models.reference, *models.rewards]})
     held, waiting = parts["learning"], parts["waiting"].weights
     waiting += sum(_size_of(config, case) for config in case.other_rewards) - models.quantised
-    together = settings.placement == "together"  # else the others have a GPU, which as a rule has less to hold
+    together = settings.placement == "together"  # else what only reads has another GPU
     readers = models.readers if together else models.learners
-    waiting *= together
-    held.weights += waiting
+    held.weights += waiting * together
     if settings.ema_decay is not None:
         held.weights += average_of(models.policy)
     without = copy.copy(held)
     without.weights -= waiting * settings.offload
+    of_sampling, sampling_case = without, case
+    if samples_ahead(settings):
+        of_sampling, sampling_case = _ahead(settings, case, held, waiting), replace(case, num_processes=1)
 
     prompts, responses = lengths_of(share, num_prompt), lengths_of(share, num_new)
     layers, times = num_layers(case.config), settings.num_iterations
@@ -136,32 +142,72 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     if settings.gradient_checkpointing:
         flops += sum(cost.reading(prompts, responses) for cost in learning)
     flops *= settings.num_epochs
-    if settings.ptx_data is not None:
+    if num_ptx:
         blocks = lengths_of(_ptx_share(settings, case), settings.ptx_block_size)
         flops += steps * learning[0].learning(0 * blocks, blocks)
     rounds = math.ceil(share / at_once)
     of_rollout = decoding(learning[0], num_prompt, num_new, at_once, layers, engine)
-    scored = sum(case.cost(model).reading(prompts, responses) for model in readers)
+    of_readers = [case.cost(model).reading(prompts, responses) for model in models.readers]
+    first = len(of_readers) if together else len(models.learners)
+    on_devices = of_readers[:first], of_readers[first:]
     return [
         phase_of(
-            "rollout", without, case, moments, times, sampling(models.policy.model, case, engine),
-            **{name: rounds * work for name, work in of_rollout.items()},
+            "rollout", of_sampling, sampling_case, moments, times, sampling(models.policy.model, case, engine),
+            **{name: rounds * work for name, work in of_rollout.items()}, beside=settings.rollout.one_step_off,
         ),
         phase_of(
             "scoring", held, case, moments, times, reading(readers, case, num_read),
-            flops=scored, passes=num_read * len(readers) * layers,
+            flops=max(map(sum, on_devices)), passes=num_read * max(map(len, on_devices)) * layers,
         ),
         phase_of(
-            "update", without, case, moments, times,
-            updating(models.learners, case, steps, num + (settings.ptx_data is not None)),
-            flops=flops, passes=3 * steps * num * len(learning) * layers, compiled=compiled,
+            "update", without, case, moments, times, updating(models.learners, case, steps, num + num_ptx),
+            flops=flops, passes=3 * steps * (num * len(learning) + num_ptx) * layers, compiled=compiled,
         ),
     ]  # fmt: skip
+
+
+def samples_ahead(settings: PPOSettings) -> bool:
+    """Whether a copy of the policy samples while the rest goes on."""
+    return settings.rollout.one_step_off and settings.rollout.engine != "vllm"
+
+
+def notes(settings: PPOSettings) -> list[str]:
+    """What the phases do not tell."""
+    found, second = [], settings.placement == "second_gpu"
+    if samples_ahead(settings):
+        where = "on the second GPU of each process" if second else "beside the others in the same memory"
+        found.append(f"rollout is sampled {where} during scoring and update; an iteration takes as long as the longer")
+    if second:
+        found.append("left out: what reference and reward models make while they read, on the second GPU")
+    if settings.rollout.engine == "vllm":
+        found.append("left out: the server's memory and sampling, and the way of the weights to it")
+    return found
+
+
+def _sampler(config: PreTrainedConfig, case: Case) -> PreTrainedModel:
+    """The copy that samples ahead."""
+    return causal(config, case.low).requires_grad_(False).eval()
+
+
+def _ahead(settings: PPOSettings, case: Case, held: Held, waiting: float) -> Held:
+    """What is there where the copy samples, all of it whole: the models that only read, or on a CPU everything."""
+    found = Held(weights=waiting) if settings.placement == "second_gpu" else copy.copy(held)
+    with torch.device("meta"):
+        return found.add(_sampler(case.config, case))
 
 
 def _ptx_share(settings: PPOSettings, case: Case) -> int:
     """Blocks of raw text that a process reads in an optimiser step."""
     return case.share("ppo.ptx_batch_size", settings.ptx_batch_size)
+
+
+def _ptx_cut(settings: PPOSettings, case: Case) -> tuple[int, int]:
+    """(blocks of raw text that are read together, microbatches of a step)."""
+    if settings.ptx_data is None:
+        return 0, 0
+    return microbatches_of(
+        settings, _ptx_share(settings, case), settings.ptx_block_size + 1, settings.microbatch_tokens
+    )
 
 
 def _score(footprint: Footprint, settings: PPOSettings, models: Models, rows: int) -> None:
@@ -176,8 +222,10 @@ def _score(footprint: Footprint, settings: PPOSettings, models: Models, rows: in
     footprint.at()
 
 
-def _update(footprint: Footprint, settings: PPOSettings, case: Case, models: Models, rows: int, num: int) -> None:
-    """Microbatches of policy and critic in turn, and of raw text."""
+def _update(
+    footprint: Footprint, settings: PPOSettings, case: Case, models: Models, rows: int, num: int, ptx_rows: int
+) -> None:
+    """Microbatches of policy and critic in turn, and of `ptx_rows` blocks of raw text."""
     ids = ids_of(rows, settings.max_prompt_length + settings.max_new_tokens)
     mask, num_new = torch.ones_like(ids).bool(), settings.max_new_tokens
 
@@ -192,8 +240,7 @@ def _update(footprint: Footprint, settings: PPOSettings, case: Case, models: Mod
             return models.critic(ids[:, :-1], mask[:, :-1])[:, -num_new:].sum()
 
     def of_text() -> Tensor:
-        size, _ = microbatches_of(settings, _ptx_share(settings, case))
-        blocks = ids_of(size, settings.ptx_block_size + 1)
+        blocks = ids_of(ptx_rows, settings.ptx_block_size + 1)
         with case.autocast:
             return models.policy(blocks, torch.ones_like(blocks).bool(), settings.ptx_block_size, 1.0)[0].sum()
 
@@ -201,7 +248,7 @@ def _update(footprint: Footprint, settings: PPOSettings, case: Case, models: Mod
     if models.critic is not None:
         losses[models.critic.classifier] = of_critic
     learn(footprint, "update", losses, num)
-    if settings.ptx_data is not None:
+    if ptx_rows:
         learn(footprint, "update", {models.policy.model: of_text}, 1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlhf.data.errors import RefusedError, SettingsError, first_line
+from rlhf.data.hub import refuse_unknown
 from rlhf.stages.budget import Case, Phase
 from rlhf.stages.budget_ppo import is_adapter, ppo
 from rlhf.stages.budget_stages import pretrain, reward, sft
@@ -124,6 +125,7 @@ def _vocabulary_size(settings: PretrainSettings) -> int:
 
 def read_config(reference: str, where: str) -> PreTrainedConfig:
     """The config of a model folder or hub id. Raises SettingsError naming the setting `where`."""
+    refuse_unknown(reference, where)
     try:
         return AutoConfig.from_pretrained(reference, trust_remote_code=False)
     except (OSError, ValueError) as error:

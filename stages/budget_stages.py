@@ -23,7 +23,7 @@ from rlhf.stages.budget_parallel import phase_of, sampling, updating
 from rlhf.stages.budget_sampling import decoding, engine_of, sampled
 from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, learn, traced
 from rlhf.stages.head_loss import head_loss
-from rlhf.stages.models import PolicyModel, ScalarModel
+from rlhf.stages.models import PolicyModel, ScalarModel, num_positions
 from rlhf.stages.packing import TOKENS_AT_ONCE, read
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.train import make_optimizers
@@ -56,7 +56,7 @@ def _steps(settings: Texts, case: Case) -> tuple[int, int | None]:
 
 def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
     """One step of training; evaluations take less."""
-    length = settings.block_size or settings.context_length
+    length = settings.block_size or min(settings.context_length, num_positions(case.config))
     name, rows = "global_batch_size", settings.global_batch_size
     if settings.global_batch_tokens is not None:
         name, rows = "global_batch_tokens / block_size", max(settings.global_batch_tokens // length, 1)

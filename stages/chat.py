@@ -1,6 +1,5 @@
 """Talk to one model of any stage or to several, line by line: `python -m rlhf.stages.chat MODEL …`."""
 
-import argparse
 import contextlib
 import json
 import sys
@@ -16,6 +15,7 @@ from rlhf.data.collate import pad_examples
 from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.messages import Messages
 from rlhf.data.tokens import Encoded, encode_example, encode_prompt
+from rlhf.stages.arguments import Arguments
 from rlhf.stages.engines.stock import TransformersEngine
 from rlhf.stages.models import load_policy, load_scalar, load_tokenizer, num_positions
 from rlhf.stages.precision import half
@@ -184,7 +184,7 @@ class Conversation:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except OSError as error:
             return f"{name}: {error.strerror}; choose another name"
-        return f"{name}: {len(self.turns)} questions with their answers"
+        return f"{name}: {len(self.turns)} question{'s' * (len(self.turns) > 1)} with answers"
 
 
 def converse(conversation: Conversation, lines: Iterator[str], typed: bool, multi_turn: bool) -> None:
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> None:
 
     Lines typed at a terminal are one conversation; each that is piped in opens a new one, unless --multi-turn.
     """
-    parser = argparse.ArgumentParser(prog="rlhf chat", description="Talk to models, line by line.")
+    parser = Arguments(prog="rlhf chat", description="Talk to models, line by line.")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub id of a causal language model")
     parser.add_argument("--reward", help="folder or hub id of a reward model that scores the answers")
     parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (above 0)")

@@ -50,10 +50,26 @@ def copy_folder(source: Path, folder: Path) -> None:
 
 def swap_folder(writing: Path, folder: Path) -> None:
     """Put a folder that was written aside in the place of `folder`, once all of it is on the disk itself."""
-    sync(tree(writing))
+    written = tree(writing)
+    give_usual_modes(path for path in written if path.is_file())
+    sync(written)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(writing, folder)
     sync_path(folder.parent)
+
+
+def give_usual_modes(files: Iterable[Path]) -> None:
+    """Let others read and write files as the umask says; safetensors makes its own for their owner alone."""
+    usual: dict[Path, int] = {}
+    for path in files:
+        if path.stat().st_mode & 0o777 != 0o600:
+            continue
+        if path.parent not in usual:
+            probe = path.with_name(f".{path.name}.{os.getpid()}.writing")  # asking for the umask would change it
+            probe.touch()
+            usual[path.parent] = probe.stat().st_mode & 0o777
+            probe.unlink()
+        path.chmod(usual[path.parent])
 
 
 def sync_path(path: Path) -> None:

@@ -23,7 +23,7 @@ from time import sleep
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 WAITS = (2.0, 10.0, 50.0)
 """Seconds before a request is made again that the server could not take just now: for each time one wait."""
@@ -46,6 +46,16 @@ class EndpointError(RuntimeError):
         """Seconds to wait at least before the request is made again; None where that would not help."""
 
 
+class _Stay(HTTPRedirectHandler):
+    """Follows no redirect: the key would go along, and a question would arrive without its text."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = build_opener(_Stay)
+
+
 class Endpoint:
     """One server. `key_variable` names the environment variable with its API key; `timeout` is in seconds.
 
@@ -54,11 +64,13 @@ class Endpoint:
     """
 
     def __init__(self, url: str, key_variable: str | None = None, timeout: float = 600.0, cure: str = "") -> None:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        if not _is_address(url):
             raise ValueError(f"'{url}' is not the address of a server; write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")  # others write the address with it
         self.timeout, self._cure = timeout, f"; {cure}" if cure else ""
-        key = os.environ.get(key_variable, "") if key_variable else ""
+        key = os.environ.get(key_variable, "").strip() if key_variable else ""  # read from a file, it ends in a newline
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(f"the key in {key_variable} has characters that cannot be sent")  # and not to be shown
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def get(self, path: str) -> Any:
@@ -85,22 +97,38 @@ class Endpoint:
     def _ask_once(self, request: Request) -> Any:
         where = request.full_url
         try:
-            with urlopen(request, timeout=self.timeout) as answer:
+            with _OPENER.open(request, timeout=self.timeout) as answer:
                 text = answer.read()
         except HTTPError as error:
-            with error:
-                said = " ".join(error.read().decode(errors="replace").split())[:500]
+            said = _said(error)
             wait = _seconds(error.headers.get("Retry-After")) if error.code in _NOT_NOW else None
             raise EndpointError(f"{where}: HTTP {error.code}: {said or error.reason}", error.code, wait) from error
-        except (URLError, HTTPException, OSError) as error:
+        except (URLError, HTTPException, OSError, UnicodeError) as error:  # a host may be no name at all
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds") from error
             raise EndpointError(f"{where}: cannot be reached ({reason}){self._cure}") from error
         try:
             return json.loads(text) if text.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EndpointError(f"{where}: the answer is not JSON: {text[:100]!r}") from error
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, half an IPv6 address
+        return False
+
+
+def _said(error: HTTPError) -> str:
+    """What a server says beside its status, if it gets to say it."""
+    try:
+        with error:
+            return " ".join(error.read().decode(errors="replace").split())[:500]
+    except (HTTPException, OSError):
+        return ""
 
 
 def _seconds(retry_after: str | None) -> float:
@@ -141,7 +169,8 @@ class ChatModel:
         asked = {"model": self.model, "messages": messages, "max_tokens": max_new_tokens, "temperature": temperature}
         found = self.endpoint.post("/v1/chat/completions", asked)
         try:
-            return str(found["choices"][0]["message"]["content"] or ""), found.get("usage") or {}
+            text, usage = str(found["choices"][0]["message"]["content"] or ""), found.get("usage")
+            return text, usage if isinstance(usage, dict) else {}
         except (KeyError, IndexError, TypeError) as error:
             raise EndpointError(f"{self.endpoint.url}: an answer without text: {str(found)[:200]}") from error
 

@@ -13,9 +13,11 @@ from typing import Any
 from rlhf.data.errors import RefusedError
 from rlhf.stages.budget_changes import changes
 from rlhf.stages.budget_parallel import LAYOUTS
+from rlhf.stages.budget_ppo import notes
 from rlhf.stages.budget_recipe import Request, phases_of
 from rlhf.stages.budget_seconds import chosen, seconds, sending
 from rlhf.stages.devices import PER_MACHINE, Device
+from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.runtime import be_quiet
 
 
@@ -66,11 +68,15 @@ def _told(request: Request, stage: str, settings: Any, device: Device) -> dict[s
     ]  # fmt: skip
     peak = max(phase.total for phase in phases)
     known_times = all(phase.times is not None for phase in phases)
-    total = sum(seconds(phase, device, precision, num) * (phase.times or 0) for phase in phases)
+    total = max(
+        sum(seconds(phase, device, precision, num) * (phase.times or 0) for phase in phases if phase.beside is beside)
+        for beside in (False, True)
+    )
     return {
         "num_processes": num, "machines": math.ceil(num / PER_MACHINE), "layout": request.layouts[stage],
         "precision": precision, "peak_gib": round(peak, 4), "fits": peak <= device.usable,
         "seconds": total if known_times else None, "phases": found, "changes": [],
+        "notes": notes(settings) if isinstance(settings, PPOSettings) else [],
     }  # fmt: skip
 
 

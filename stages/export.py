@@ -1,6 +1,5 @@
 """Hand a model to others, adapters merged and with a card: `python -m rlhf.stages.export MODEL OUT`."""
 
-import argparse
 import copy
 import json
 import shutil
@@ -12,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.stages import adapters, decoder
+from rlhf.stages.arguments import Arguments
 from rlhf.stages.disk import replace_text, swap_folder
 from rlhf.stages.model_card import base_of, card, is_hub_id, past
 from rlhf.stages.models import (
@@ -162,7 +162,7 @@ def _notes(model: PreTrainedModel | ScalarModel, inner: PreTrainedModel, out: Pa
 
 def main(arguments: list[str]) -> None:
     """Export, and say what was written."""
-    parser = argparse.ArgumentParser(prog="rlhf export", description="Hand a model to others.")
+    parser = Arguments(prog="rlhf export", description="Hand a model to others.")
     parser.add_argument("model", help="folder or hub id")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--dtype", choices=list(DTYPES), help="type of the weights")

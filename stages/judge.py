@@ -1,7 +1,7 @@
 """Judges: a `module:function` (prompts, responses) -> one quality per pair, checked before it is believed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from rlhf.data.sources import load_function
@@ -10,8 +10,11 @@ from rlhf.data.sources import load_function
 def judge_answers(judge: str, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     """Qualities of the responses. Raises ValueError, naming judge and row, where it fails."""
     try:
-        returned = list(load_function(judge)(list(prompts), list(responses)))
-    except Exception as error:
+        said = load_function(judge)(list(prompts), list(responses))
+        if isinstance(said, (str, bytes, Mapping, Set)):  # which would be a list of something else, or in no order
+            raise TypeError(f"a list of numbers is wanted, not a {type(said).__name__}")
+        returned = list(said)
+    except (Exception, SystemExit) as error:
         raise ValueError(f"judge {judge}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if len(returned) != len(responses):
         raise ValueError(f"judge {judge}: {len(returned)} qualities for {len(responses)} responses")
@@ -28,5 +31,5 @@ def judge_answers(judge: str, prompts: Sequence[str], responses: Sequence[str]) 
 def _number(quality: Any) -> float:
     try:
         return float(quality)
-    except (TypeError, ValueError):
+    except Exception:  # arrays and tensors of several numbers have errors of their own
         return math.nan

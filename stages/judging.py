@@ -10,14 +10,14 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.feedback.records import Task
 from rlhf.data.feedback.store import Store
 from rlhf.data.messages import prompt_text
@@ -61,9 +61,7 @@ class Told:
     """Prompts that were not come to."""
 
 
-def judge_store(
-    store: Store, judge: Judge, say: Callable[[str], None], stop: Callable[[], bool] = lambda: False
-) -> Told:
+def judge_store(store: Store, judge: Judge, say: Callable[[str], None]) -> Told:
     """Have a judge rank all prompts that it has not ranked yet; what it has ranked stays, whatever happens.
 
     Ended early after MAX_FAILURES prompts in a row that could not be judged.
@@ -75,6 +73,8 @@ def judge_store(
         if in_a_row >= MAX_FAILURES:
             told.num_left += len(batch)
             continue
+        if told.num_judged:  # between batches; what it came to in all is told by who asked
+            say(f"{told.num_judged} prompts judged by {judge.name}")
         for task, points in zip(batch, judge.points(batch), strict=True):
             if isinstance(points, Exception):
                 in_a_row += 1
@@ -87,7 +87,6 @@ def judge_store(
             by_id = dict(zip([answer.id for answer in task.answers], points, strict=True))
             ranks = {answer: 1 + sum(other > value for other in by_id.values()) for answer, value in by_id.items()}
             store.rank(request, task.prompt_id, rater, ranks, scores=by_id)
-        say(f"{told.num_judged} prompts judged by {judge.name}")
     return told
 
 
@@ -130,28 +129,29 @@ class ModelJudge:
     def points(self, tasks: Sequence[Task]) -> Sequence[Sequence[float] | Exception]:
         """Wins over the other answers, ties counting half; the first error where a question had no answer."""
         pairs = [(task, a, b) for task in tasks for a, b in combinations(range(len(task.answers)), 2)]
-        with ThreadPoolExecutor(self.model.at_once) as pool:
+        pairs.sort(key=lambda pair: pair[1:])  # one of each prompt first, so that a server that is gone soon fails all
+        failed: dict[int, EndpointError] = {}
 
-            def ask(task: Task, a: int, b: int) -> Future[float]:
-                return pool.submit(self._first_wins, task, a, b)
+        def first_wins(task: Task, a: int, b: int) -> float:
+            """Half a win where another question about the prompt has failed: then no more are asked."""
+            try:
+                return 0.5 if task.prompt_id in failed else self._first_wins(task, a, b)
+            except EndpointError as error:
+                failed.setdefault(task.prompt_id, error)
+                return 0.5
 
-            asked = [(ask(task, a, b), ask(task, b, a)) for task, a, b in pairs]
-        found: dict[int, list[float] | Exception] = {task.prompt_id: [0.0] * len(task.answers) for task in tasks}
-        for (task, a, b), both in zip(pairs, asked, strict=True):
-            error = both[0].exception() or both[1].exception()
-            points = found[task.prompt_id]
-            if isinstance(points, Exception):
-                continue
-            if error is not None:
-                if not isinstance(error, EndpointError):
-                    raise error
-                found[task.prompt_id] = error
-                continue
-            first, turned = both[0].result(), both[1].result()
+        pool = ThreadPoolExecutor(self.model.at_once)
+        try:
+            asked = [(pool.submit(first_wins, t, a, b), pool.submit(first_wins, t, b, a)) for t, a, b in pairs]
+            won = [(first.result(), turned.result()) for first, turned in asked]
+        finally:
+            pool.shutdown(cancel_futures=True)  # on Ctrl-C what is asked is waited for, and no more
+        found = {task.prompt_id: [0.0] * len(task.answers) for task in tasks}
+        for (task, a, b), (first, turned) in zip(pairs, won, strict=True):
             of_a = first if first == 1 - turned else 0.5
-            points[a] += of_a
-            points[b] += 1 - of_a
-        return [found[task.prompt_id] for task in tasks]
+            found[task.prompt_id][a] += of_a
+            found[task.prompt_id][b] += 1 - of_a
+        return [failed.get(task.prompt_id, found[task.prompt_id]) for task in tasks]
 
     def _first_wins(self, task: Task, a: int, b: int) -> float:
         """1 where the answer that is shown first is said to be better, 0 where the other is, 0.5 for a tie."""
@@ -177,7 +177,8 @@ class ModelJudge:
         text, usage = self.model.reply([{"role": "user", "content": question}], 16, temperature=0.0)
         with self._lock:
             for name in self.num_tokens:
-                self.num_tokens[name] += usage.get(name) or 0
+                count = usage.get(name)
+                self.num_tokens[name] += count if isinstance(count, int) else 0
             self._said[self.name, question] = text
             row = {"model": self.name, "question": question, "reply": text, "usage": usage}
             with self._path.open("a", encoding="utf-8") as file:
@@ -201,11 +202,17 @@ def _read(path: Path) -> Iterator[tuple[tuple[str, str], str]]:
     if not path.exists():
         return
     whole, _, part = path.read_bytes().rpartition(b"\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            model, question, reply = row["model"], row["question"], row["reply"]
+            known = _ANSWER.fullmatch(reply)
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path} line {number}: no reply of a model; delete the line, or the file") from None
+        if known:  # else it is asked again
+            yield (model, question), reply
     if part:
         replace_text(path, whole.decode() + "\n" * bool(whole))
-    for row in map(json.loads, whole.splitlines()):
-        if _ANSWER.fullmatch(row["reply"]):  # else it is asked again
-            yield (row["model"], row["question"]), row["reply"]
 
 
 def cost(judge: Any) -> str:

@@ -5,17 +5,19 @@ import math
 import os
 import resource
 import sys
+import textwrap
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from rlhf.stages.artifact import TRACKER_FOLDER, Artifact
 from rlhf.stages.disk import replace_text
@@ -37,7 +39,7 @@ class Terminal:
         self.stage = stage
         self._last_line = -_SECONDS_BETWEEN_LINES
         self._console = Console(quiet=quiet)
-        self._progress: Progress | None = None
+        self._progress: _Progress | None = None
 
     def say(self, text: str, now_and_then: bool = False) -> None:
         """One line; with `now_and_then` only if the last such line is some seconds old."""
@@ -50,28 +52,41 @@ class Terminal:
     def show(self, row: dict[str, Any], num_steps: int, seconds_per_step: float) -> None:
         """The progress after a row of metrics."""
         step = row["step"]
-        shown = "  ".join(f"{name} {_short(row[name])}" for name in _SHOWN if name in row)
+        shown = [f"{name} {_short(row[name])}" for name in _SHOWN if name in row]
         if "seconds_rollout" in row:
             phases = [(name, row.get(f"seconds_{name}", 0.0)) for name in ("rollout", "scoring", "update")]
-            shown += "  " + ", ".join(f"{name} {seconds:.2g} s" for name, seconds in phases)
+            shown.append(", ".join(f"{name} {seconds:.2g} s" for name, seconds in phases))
         if self._console.is_terminal:
             if self._progress is None:
-                self._progress = Progress(
+                self._progress = _Progress(
                     TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.completed}/{task.total}"),
-                    TimeRemainingColumn(), TextColumn("{task.fields[shown]}"), console=self._console,
+                    TimeRemainingColumn(), console=self._console,
                 )  # fmt: skip
-                self._progress.add_task(self.stage, total=num_steps, shown="")
+                self._progress.add_task(self.stage, total=num_steps)
                 self._progress.start()
-            self._progress.update(self._progress.task_ids[0], completed=step, shown=shown)
+            self._progress.figures = shown
+            self._progress.update(self._progress.task_ids[0], completed=step)
         else:
             left = round(seconds_per_step * (num_steps - step))
-            line = f"step {step}/{num_steps}  {shown}  left {left // 60}:{left % 60:02}"
+            line = f"step {step}/{num_steps}  {'  '.join(shown)}  left {left // 60}:{left % 60:02}"
             self.say(line, now_and_then=step < num_steps)
 
     def close(self) -> None:
         """Give the terminal back."""
         if self._progress is not None:
             self._progress.stop()
+
+
+class _Progress(Progress):
+    """A bar, and figures below it, in as many lines as the terminal needs for them."""
+
+    figures: Sequence[str] = ()
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        if self.figures:
+            kept_whole = "  ".join(figure.replace(" ", "\N{NO-BREAK SPACE}") for figure in self.figures)
+            yield Text(textwrap.fill(kept_whole, self.console.width).replace("\N{NO-BREAK SPACE}", " "))
 
 
 class Trackers:

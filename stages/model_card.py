@@ -119,7 +119,7 @@ def card(name: str, reference: str, is_reward: bool, is_adapter: bool, notes: li
         "",
         "## License",
         "",
-        "To be chosen by who publishes it; base model and data set bounds to the choice.",
+        "None yet. Whoever publishes this model chooses one that the licenses of its base model and data allow.",
         "",
     ]
     return "\n".join(lines)

@@ -17,12 +17,14 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.data.errors import RefusedError, SettingsError, first_line
+from rlhf.data.hub import refuse_unknown
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages import decoder as decoder  # registers our own model with transformers' Auto classes
 from rlhf.stages.disk import swap_folder
@@ -38,6 +40,7 @@ SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normalise
 
 def read_tokenizer(reference: str) -> PreTrainedTokenizerBase:
     """The tokenizer as it was saved."""
+    refuse_unknown(reference)
     try:
         tokenizer = AutoTokenizer.from_pretrained(reference, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -295,16 +298,17 @@ def logit_rule(model: PreTrainedModel) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
-def check_positions(where: str, length: int, model: PreTrainedModel) -> None:
+def check_positions(where: str, length: int, model: PreTrainedModel | PreTrainedConfig) -> None:
     """Refuse sequences that are longer than the model has positions for; `where` names the settings."""
     positions = num_positions(model)
     if length > positions:
         raise SettingsError(f"{where} is {length}, but the model has {positions} positions; lower it")
 
 
-def num_positions(model: PreTrainedModel) -> int:
-    """How many tokens a decoder takes; a very large number where its positions have no end."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+def num_positions(model: PreTrainedModel | PreTrainedConfig) -> int:
+    """How many tokens a decoder, or one of that config, takes; a very large number where its positions have no end."""
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:

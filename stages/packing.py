@@ -50,7 +50,11 @@ def sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 
 def pack_of(ids: Tensor, mask: Tensor) -> tuple[Pack, Tensor]:
     """The texts of padded rows [B,T], True in `mask` [B,T], as a pack, and the places [N] of their tokens in the rows,
-    counted through all rows. What fills the pack on a GPU is one text more."""
+    counted through all rows. What fills the pack on a GPU is one text more.
+
+    This is for rows that lie on the device. `data.collate.pack` makes the same of lists on the CPU: to pad texts of
+    unlike lengths first may take many times their memory.
+    """
     places = mask.flatten().nonzero()[:, 0]  # [N]
     fill = -len(places) % MULTIPLE if ids.is_cuda else 0
     borders = pad(mask.sum(-1).cumsum(0), (1, 0))

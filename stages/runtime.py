@@ -7,9 +7,7 @@ import hashlib
 import logging
 import os
 import shutil
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,19 +17,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import (
-    InitProcessGroupKwargs,
-    gather_object,
-    load,
-    set_seed,
-)
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
 from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
+from rlhf.data.report import Report
 from rlhf.data.split import train_and_eval
-from rlhf.stages import logs, out_of_memory, profile, sharding, stopping, training_state, watchdog
+from rlhf.stages import logs, out_of_memory, profile, random_states, sharding, stopping, training_state, watchdog
 from rlhf.stages.artifact import AnyStage, Artifact, identify, refuse_damaged_model, remove_temporaries, seal
 from rlhf.stages.checkpoints import (
     CannotWrite,
@@ -43,7 +36,6 @@ from rlhf.stages.checkpoints import (
 )
 from rlhf.stages.precision import choose_precision, use_precision
 from rlhf.stages.processes import Processes
-from rlhf.stages.secrets import mask
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
@@ -53,8 +45,8 @@ PATIENCE = timedelta(hours=6)
 class Runtime(Processes, Generic[AnyStage]):
     """One stage's run in its folder."""
 
-    def __init__(self, settings: AnyStage, folder: Path, evaluate_only: bool = False) -> None:
-        if Artifact(folder).sealed and not evaluate_only:
+    def __init__(self, settings: AnyStage, folder: Path) -> None:
+        if Artifact(folder).sealed:
             raise RefusedError(f"{folder}: is finished (it has a manifest.json) and stays as it is; use another folder")
         self.settings, self.folder = settings, folder
         self.num_steps = 0
@@ -80,6 +72,8 @@ class Runtime(Processes, Generic[AnyStage]):
         """JSON values that belong to the training state (the best loss so far, …)."""
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
         """Tensors that belong to it beside models and optimizers, in groups."""
+        self.rows: dict[str, dict[str, Any]] = {}
+        """Of each source what was kept of its rows, and what left out and why; the manifest has it."""
         self.in_memory = ""
         """What models need all the time, in words; set by a stage that has loaded them."""
         self.phases = profile.Phases(self.device, profile.limits(self.device_name, self.precision))
@@ -87,15 +81,14 @@ class Runtime(Processes, Generic[AnyStage]):
         self._first_step, self._told_step, self._stop_code = 0, 0, 0
         self._terminal = logs.Terminal(settings.stage, quiet=not self.is_main)
         self._trackers = logs.Trackers(settings, folder, self.say)
-        wanted = self.is_main and not evaluate_only and "RLHF_PROFILE" in os.environ
+        wanted = self.is_main and "RLHF_PROFILE" in os.environ
         self._trace = profile.Trace(folder, settings.stage, self.phases, self.say) if wanted else None
         dog = watchdog.Watchdog(folder, self.rank, self.num_processes, settings.stop_hung_after)
         self.stopping = stopping.Stopping(
             folder, settings.stop_within, self.say, self._tell, self.others(), dog if self.num_processes > 1 else None
         )
-        if not evaluate_only:  # which has nothing to save
-            self.write_status("running", 0)
-            self.stopping.start()
+        self.write_status("running", 0)
+        self.stopping.start()
         self.seed()
         out_of_memory.begin(self)
 
@@ -163,10 +156,25 @@ class Runtime(Processes, Generic[AnyStage]):
 
     # -- rows -----------------------------------------------------------------------------------------------
 
+    def count_report(self, source: str, report: Report) -> None:
+        """What reading a source brought, for the manifest."""
+        left_out = {reason: drop.count for reason, drop in report.dropped.items()}
+        self.count_rows(source, report.kept, report.rows, left_out)
+
+    def count_rows(self, source: str, kept: int, of: int, left_out: dict[str, int]) -> None:
+        """Rows that were kept and left out, by reason, added to those of the source so far; for the manifest."""
+        found = self.rows.setdefault(source, {"kept": 0, "of": 0, "left_out": {}})
+        found["kept"] += kept
+        found["of"] += of
+        for reason, count in left_out.items():
+            if count:
+                found["left_out"][reason] = found["left_out"].get(reason, 0) + count
+
     def split(self, rows: list[T], eval_rows: list[T] | None, key: Callable[[T], str]) -> tuple[list[T], list[T]]:
         """Training and held-out rows, no prompt in both; `eval_rows` are those that the recipe names, if it does."""
         train, held_out, num_removed = train_and_eval(rows, eval_rows, key, self.settings.eval_share)
         if num_removed:
+            self.count_rows("data", -num_removed, 0, {"prompt is in eval_data": num_removed})
             self.say(f"left out {num_removed} of {len(rows)} rows of data whose prompts are in eval_data")
         if not train or not held_out:
             raise DataError(
@@ -243,7 +251,7 @@ class Runtime(Processes, Generic[AnyStage]):
         """Write the full training state as a checkpoint."""
         with self.saving(step) as folder:
             training_state.save(folder, *self._learners(), self.tensors, self.is_main)
-            save_accelerator_state(str(folder), [], [], [], [], self.rank, 0, self.accelerator.scaler)
+            random_states.save(folder, self.accelerator)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[Path]:
@@ -312,24 +320,14 @@ class Runtime(Processes, Generic[AnyStage]):
         if checkpoint is None:
             return None
         training_state.load(checkpoint.folder, *self._learners(), self.tensors)
-        load_accelerator_state(str(checkpoint.folder), [], [], [], [], self.rank, self.accelerator.scaler)
+        random_states.load(checkpoint.folder, self.accelerator)
         if not self.new_streams(checkpoint):
-            self._check_streams(checkpoint)
+            random_states.check(checkpoint.folder, self.accelerator)
         return checkpoint.step
 
     def _learners(self) -> tuple[list[torch.nn.Module], list[Any]]:
         """Models and optimizers, as they were prepared."""
         return [self.unwrap(model) for model in self.accelerator._models], self.accelerator._optimizers
-
-    def _check_streams(self, checkpoint: Checkpoint) -> None:
-        """Accelerate passes silently over random states that it cannot restore."""
-        saved = load(checkpoint.folder / f"random_states_{self.rank}.pkl")
-        same = torch.equal(saved["torch_manual_seed"], torch.get_rng_state())
-        if self.device.type == "cuda":  # the last that accelerate restores
-            of_device = saved["torch_cuda_manual_seed"][self.device.index or 0]
-            same &= torch.equal(of_device, torch.cuda.get_rng_state(self.device))
-        if not same:
-            raise RuntimeError(f"{checkpoint.folder}: its random states could not be restored")
 
     def begin(self, step: int) -> None:
         """Start clock and trackers with `step` steps behind; rows that a lost stretch wrote are dropped."""
@@ -354,7 +352,9 @@ class Runtime(Processes, Generic[AnyStage]):
         """End after a signal; the state is saved."""
         if self.is_main:
             self._tell("stopped", step, "", self._stop_code)
-        self.say(f"stopped at step {step} of {self.num_steps}; state saved, run again to resume")
+        self.say(
+            f"stopped at step {step} of {self.num_steps}; state is kept in {self.folder}; run again to go on from there"
+        )
         self.close()
         raise Stopped(self._stop_code)
 
@@ -374,7 +374,7 @@ class Runtime(Processes, Generic[AnyStage]):
         with self.stopping.saving():
             if self.is_main:
                 with saying_what_cannot_be_written(self.folder, "manifest.json"):
-                    seal(self.folder, self.identity, metrics, self.num_processes, hand_over)
+                    seal(self.folder, self.identity, metrics, self.num_processes, hand_over, self.rows)
                 shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
                 self.write_status("done", self.num_steps)
             stop = self.stop_requested()
@@ -393,32 +393,11 @@ class Runtime(Processes, Generic[AnyStage]):
         self.accelerator.free_memory()
 
 
-def run_stage(train: Callable[[str], Any]) -> None:
-    """What `-m rlhf.stages.<stage> FOLDER` does: train, and say in status.json and the exit code how it went."""
-    if len(sys.argv) != 2:
-        print("usage: -m rlhf.stages.STAGE FOLDER (a folder with a settings.yaml)", file=sys.stderr)
-        raise SystemExit(2)
-    folder = Path(sys.argv[1])
-    try:
-        train(sys.argv[1])
-        PartialState().destroy_process_group()
-    except Stopped as stop:
-        stopping.end_process(stop.code)
-    except Exception as error:
-        if stopping.is_for_want_of_another(error):
-            stopping.end_process(stopping.tell_loss())
-        refused = isinstance(error, RefusedError)
-        message = str(error) if refused else f"{type(error).__name__}: {error}{watchdog.here()}"
-        logs.tell_failure(folder, "refused" if refused else "failed", message)
-        if os.environ.get("RLHF_DEBUG"):
-            print(mask(traceback.format_exc()), file=sys.stderr)
-        raise SystemExit(2 if refused else 1) from None
-
-
 def be_quiet() -> None:
     """Leave the terminal to our own lines: no bars for loading small files, no notes about tied weights."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry of a request
     # peft 0.21 asks transformers 5.24 by the old name
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -8,6 +8,7 @@ on its place alone, so that the answers are the same whether there was a kill or
 import argparse
 import hashlib
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from rlhf.data.messages import Messages
 from rlhf.data.rows import Prompt, read_prompts
 from rlhf.data.sources import Source
 from rlhf.data.tokens import encode_prompt
+from rlhf.stages.arguments import Arguments
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import load_policy, load_tokenizer, num_positions
 from rlhf.stages.precision import half
@@ -31,6 +33,7 @@ from rlhf.stages.runtime import be_quiet
 from rlhf.stages.signals import exit_on_signal, handled
 
 AT_ONCE = 128  # answers of a piece
+ADDED_AT_ONCE = 500  # prompts in one transaction
 TRIES = 4  # how often an answer that says nothing, or what another one says, is drawn again
 
 
@@ -49,13 +52,18 @@ class Writer:
         self.name = name
         self.tokenizer = load_tokenizer(reference)
         model = load_policy(reference, self.tokenizer).to(device).eval()
-        self.max_new_tokens, context = max_new_tokens, num_positions(model)
-        self.room = min(max_length or context, context) - max_new_tokens
+        self.max_new_tokens, self.num_positions = max_new_tokens, num_positions(model)
+        self.room = min(max_length or self.num_positions, self.num_positions) - max_new_tokens
         if self.room < 1:
             raise SettingsError(
-                f"{name}: {max_new_tokens} new tokens leave no room for a prompt in its {context} positions; give fewer"
+                f"{name}: {max_new_tokens} new tokens leave no room for a prompt in its {self.num_positions} "
+                "positions; give fewer"
             )
         self._engine = make_engine(model, dtype=dtype, compiled=True)
+
+    def cuts(self, prompt: Messages) -> bool:
+        """Whether it has no room for all of a prompt, of which it reads the end alone."""
+        return len(encode_prompt(self.tokenizer, prompt)) > self.room
 
     def answers(self, prompts: Sequence[Messages], temperature: float) -> list[str]:
         """One text per prompt, outer whitespace left out."""
@@ -99,10 +107,21 @@ class Filled:
     """Answers left out: every try said nothing, or what another answer says."""
     num_single: int = 0
     """Prompts with fewer than two different answers, so that there is nothing to rank."""
+    num_cut: int = 0
+    """Prompts that are too long for a writer, which read their end alone."""
 
     def add(self, other: "Filled") -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+
+
+def add_prompts(store: Store, prompts: Sequence[Prompt], overlap: int, seed: int) -> None:
+    """All prompts in their order, of which so many, drawn by chance, are for all raters."""
+    for_all = set(random.Random(f"overlap {seed}").sample(range(len(prompts)), min(overlap, len(prompts))))
+    for start in range(0, len(prompts), ADDED_AT_ONCE):
+        with store.batch():
+            for place, prompt in enumerate(prompts[start : start + ADDED_AT_ONCE], start):
+                store.add_prompt(prompt.messages, overlap=place in for_all)
 
 
 def fill(
@@ -116,24 +135,16 @@ def fill(
     told = Filled()
     with store.batch():
         ids = [store.add_prompt(prompt.messages) for prompt in piece]
-    waiting = []
-    for place, prompt_id in enumerate(ids):
-        newest = max((answer.round for answer in store.answers(prompt_id)), default=0)
-        if newest > law.round:
-            raise DataError(
-                f"{store.path}: prompt {prompt_id} has answers of round {newest}; give --round {newest + 1} for new "
-                f"ones, since those of round {law.round} would never be rated"
-            )
-        if newest == law.round:
-            told.num_before += 1
-        else:
-            waiting.append(place)
+    waiting = _waiting(store, law, ids)
+    told.num_before = len(ids) - len(waiting)
     if not waiting:
         return told
     made = writers()
     texts = _distinct_texts(made, law, start, {place: piece[place].messages for place in waiting})
     kinds = law.kinds(len(made))
     with store.batch():
+        waiting = _waiting(store, law, ids)  # another `rlhf sample` may have been quicker
+        told.num_before = len(ids) - len(waiting)
         for place in waiting:
             answers = [
                 Answer(text, made[writer].name, temperature, law.round)
@@ -145,7 +156,23 @@ def fill(
             told.num_answers += len(answers)
             told.num_missing += law.num_answers - len(answers)
             told.num_single += len(answers) < 2
+            told.num_cut += any(writer.cuts(piece[place].messages) for writer in made)
     return told
+
+
+def _waiting(store: Store, law: Law, ids: Sequence[int]) -> list[int]:
+    """The places of prompts that have no answers of this round, nor of a later one."""
+    waiting = []
+    for place, prompt_id in enumerate(ids):
+        newest = max((answer.round for answer in store.answers(prompt_id)), default=0)
+        if newest > law.round:
+            raise DataError(
+                f"{store.path}: prompt {prompt_id} has answers of round {newest}; give --round {newest + 1} for new "
+                f"ones, since those of round {law.round} would never be rated"
+            )
+        if newest < law.round:
+            waiting.append(place)
+    return waiting
 
 
 def _kind(law: Law, prompt: int, number: int, num_kinds: int) -> int:
@@ -183,7 +210,7 @@ def _seed(law: Law, *place: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Sample into a store, which is made if it is not there, and say what came of it."""
-    parser = argparse.ArgumentParser(prog="rlhf sample", description="Sample answers to rank.")
+    parser = Arguments(prog="rlhf sample", description="Sample answers to rank.")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub id of a causal language model")
     parser.add_argument("--prompts", required=True, help="file, folder, hub id or module:function, or a source as JSON")
     parser.add_argument("--store", required=True, type=Path, help="the feedback store")
@@ -191,11 +218,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--temperature", type=_temperatures, default=(1.0,), help="one or several, with commas")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens")
     parser.add_argument("--seed", type=int, default=0, help="for the same answers again")
+    parser.add_argument("--overlap", type=int, default=0, help="so many prompts are for all raters")
     parser.add_argument("--round", type=int, default=1, help="round of the answers, from 1")
     parser.add_argument("--max-dropped", type=float, default=0.0, help="share of unusable prompts to go on without")
     options = parser.parse_args(arguments)
-    if options.num_answers < 2 or options.max_new_tokens < 1 or options.round < 1:
-        parser.error("--num-answers must be at least 2, --max-new-tokens and --round at least 1")
+    if options.num_answers < 2 or min(options.max_new_tokens, options.round) < 1 or options.overlap < 0:
+        parser.error("--num-answers must be at least 2, --max-new-tokens and --round 1, --overlap 0")
     be_quiet()
     source = json.loads(options.prompts) if options.prompts.startswith("{") else options.prompts
     loaded = read_prompts(Source.model_validate(source), options.max_dropped)
@@ -206,11 +234,15 @@ def main(arguments: list[str]) -> None:
     def writers() -> list[Writer]:
         return [Writer(m, m, device, options.max_new_tokens, dtype=half(device)) for m in options.models]
 
+    if not options.store.exists():
+        writers()  # first: a model that cannot be loaded leaves no empty store behind
     told = Filled()
     with Store.open(options.store) if options.store.exists() else Store.create(options.store) as store:
+        add_prompts(store, loaded.rows, options.overlap, options.seed)
         for start, piece in law.pieces(loaded.rows):
             told.add(fill(store, writers, law, start, piece))
-            print(f"{start + len(piece)} of {len(loaded.rows)} prompts have answers", flush=True)
+            if (done := start + len(piece)) < len(loaded.rows):
+                print(f"{done} of {len(loaded.rows)} prompts have answers", flush=True)
     for line in lines(told, law):
         print(f"{options.store}: {line}")
 
@@ -222,6 +254,7 @@ def lines(told: Filled, law: Law) -> list[str]:
         (told.num_before, "prompts had answers of this round already, and keep them"),
         (told.num_missing, f"answers fewer than wanted: {1 + TRIES} tries said nothing, or what others say"),
         (told.num_single, "prompts have fewer than two different answers: nothing to rank there"),
+        (told.num_cut, "prompts were cut on the left: with an answer they are longer than a model's positions"),
     ):
         if num:
             found.append(f"{num} {what}")

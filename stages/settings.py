@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -47,8 +48,22 @@ def one_or_several(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"type": "string"}, *whole.pop("anyOf", [whole])]
 
 
+_ORIGIN = re.compile(r" \[([^\[\]]+)\]$")
+
+
 def meaning(field: FieldInfo) -> str:
     """What the text under a setting says, in one line."""
+    return _ORIGIN.sub("", _text(field))
+
+
+def origin(field: FieldInfo) -> str:
+    """Where a setting comes from, or its default: papers and libraries in brackets at the end of its text, with `; `
+    between them."""
+    found = _ORIGIN.search(_text(field))
+    return found[1] if found else ""
+
+
+def _text(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
@@ -81,13 +96,14 @@ class LoraSettings(Settings):
     """Low-rank adapters (Hu et al. 2021, through PEFT)."""
 
     r: int = Field(16, ge=1)
-    """Rank of the update."""
+    """Rank of the update. [LoRA]"""
     alpha: int = Field(32, ge=1)
-    """Scale of the update: alpha / r."""
+    """Scale of the update: alpha / r. [LoRA]"""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input."""
+    """Dropout on the adapter's input. [LoRA]"""
     target_modules: list[str] | str = "all-linear"
-    """Names of the layers to adapt, such as [q_proj, v_proj]; by default all but what makes logits or scores."""
+    """Names of the layers to adapt, such as [q_proj, v_proj]; by default all but what makes logits or scores. [PEFT;
+    QLoRA]"""
 
     @field_validator("target_modules")
     @classmethod
@@ -130,7 +146,7 @@ class StageSettings(Settings):
     """Steps between two lines of metrics."""
     report_to: list[str] | None = Field(None, json_schema_extra=one_or_several)
     """Trackers that get the metrics too: tensorboard, wandb, trackio, mlflow, comet_ml, clearml, aim, dvclive, swanlab.
-    None: TensorBoard where it is installed; []: none."""
+    null: TensorBoard where it is installed; []: none. [Accelerate]"""
     save_every: int = Field(50, ge=1)
     """Steps between two checkpoints of the full training state."""
     stop_within: float = Field(30.0, gt=0)

@@ -40,6 +40,7 @@ LOST = "one of its processes ended and left no message; out of memory, or killed
 _OF_OTHERS = re.compile(r"by peer|remote process|NCCL|gloo", re.IGNORECASE)
 """What torch says when it cannot reach another process."""
 _END = b"\0"
+_CURE = "; run again to go on"
 
 
 class Tell(Protocol):
@@ -113,7 +114,7 @@ class Stopping:
         self.close()
         code, message = self.tell_left()
         with suppress(RuntimeError):  # the handler may have interrupted somebody's print
-            self._say(message)
+            self._say(f"{message}{_CURE if code != 1 else ''}")
         raise Stopped(code)
 
     def tell_left(self) -> tuple[int, str]:
@@ -191,7 +192,7 @@ class Stopping:
         self.code = self.code or exit_code(self._number)
         try:
             code, message = self.tell_left()
-            os.write(2, f"{message}\n".encode())
+            os.write(2, f"{message}{_CURE if code != 1 else ''}\n".encode())
         except OSError:  # a full disk must not keep it alive
             code = self.code
         os._exit(code)

@@ -5,8 +5,9 @@ import gc
 import pytest
 
 LONGEST = (
-    "test_end_to_end", "test_ranks", "test_signals", "test_sharding", "test_odd_homes", "test_ppo_distributed",
-    "test_resume_processes", "test_resume", "test_kills", "test_cases", "test_train",
+    "test_end_to_end", "test_strangers_path", "test_ranks", "test_docs_commands", "test_signals", "test_sharding",
+    "test_odd_homes", "test_ppo_distributed", "test_resume_processes", "test_resume", "test_kills", "test_cases",
+    "test_train",
 )  # fmt: skip
 """Files, so that of several workers, each with whole files (see the Makefile), none has a long one left at the end."""
 

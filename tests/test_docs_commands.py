@@ -45,7 +45,7 @@ PARSED_ALONE = {
     r"estimate": "it takes long; tests/pipeline/test_pipeline_estimate.py runs it",
     r"run my-run.yaml": "tests/test_strangers_path.py runs what init wrote",
     r"run mine.yaml (num_processes|accelerate_config)=": "tests/test_end_to_end.py does so, as the README has it",
-    r"rank \S+( --tokens --url \S+)?$": "it serves a page until Ctrl-C; tests/pipeline/test_rank_cli.py does that",
+    r"rank \S+( --target 2)?( --tokens --url \S+)?$": "it serves a page; tests/pipeline/test_rank_cli.py does that",
     r"judge .* --endpoint": "it asks a server; tests/pipeline/test_sample_cli.py has one",
     r"export .* --push-to-hub": "it asks the hub; tests/stages/test_export.py has a stand-in",
     r"ppo mine.yaml .* --profile": "tests/stages/test_profile.py records a trace",

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from rlhf.data.feedback.alpha import ordinal_alpha
+from rlhf.data.feedback.alpha import alpha_interval, ordinal_alpha
 from rlhf.data.feedback.bias import Biases
 from rlhf.data.feedback.records import Judged, Rater, Vote
 from rlhf.data.feedback.resolve import places
@@ -41,9 +41,9 @@ def agreement(rankings: Iterable[Judged]) -> dict[str, Any]:
     """Counts and shares for what `Store.rankings` gives, as JSON; a share of nothing is null.
 
     `alpha` and `agreement` are of `all` raters, of `people` and of `judges` among themselves, `agreement` also of
-    `people_and_judges`. `pairs` has every two raters with prompts in common, `raters` each one against the rest, and
-    how they did on gold questions. `position` and `time` are what `rlhf.data.feedback.bias` finds. `num_pairs` counts
-    pairs of answers, once for every two rankings of them.
+    `people_and_judges`; `alpha_interval` is alpha's. `pairs` has every two raters with prompts in common, `raters` each
+    one against the rest, and how they did on gold questions. `position` and `time` are what `rlhf.data.feedback.bias`
+    finds. `num_pairs` counts pairs of answers, once for every two rankings of them.
     """
     tally = Tally()
     for judged in rankings:
@@ -74,7 +74,7 @@ class Tally:
         self._num_prompts = self._num_shared = self._num_rankings = 0
         self._units: dict[str, list[int]] = {"all": [], "people": [], "judges": []}
         self._values: dict[str, list[float]] = {"all": [], "people": [], "judges": []}
-        self._num_units = 0
+        self._prompt_of_unit: list[int] = []
         self._raters: dict[str, Rater] = {}
         self._ranked: dict[str, int] = defaultdict(int)
         self._pairs: dict[tuple[str, str], Share] = defaultdict(Share)
@@ -109,8 +109,8 @@ class Tally:
 
     def _add_values(self, votes: list[Vote]) -> None:
         num = len(votes[0].ranks)
-        units = range(self._num_units, self._num_units + num)
-        self._num_units += num
+        units = range(len(self._prompt_of_unit), len(self._prompt_of_unit) + num)
+        self._prompt_of_unit += [self._num_prompts] * num
         for vote in votes:
             values = [(place - 1) / (num - 1) for place in places(vote.ranks)]
             for who in ("all", _who(vote.rater)):
@@ -143,6 +143,9 @@ class Tally:
             "num_shared_prompts": self._num_shared,
             "num_rankings": self._num_rankings,
             "alpha": {who: ordinal_alpha(self._units[who], self._values[who]) for who in self._units},
+            "alpha_interval": {
+                who: alpha_interval(self._units[who], self._values[who], self._prompt_of_unit) for who in self._units
+            },
             "agreement": {name: _share(share, "num_pairs") for name, share in among.items()},
             "pairs": [
                 {"raters": list(two), "num_prompts": self._shared[two]} | _share(share, "num_pairs")

@@ -1,4 +1,5 @@
-"""Which prompt a rater gets next: prompts that all must rate first, then those with the fewest ratings."""
+"""Which prompt a rater gets next: of the newest round those first that all must rate, and then those that others have
+begun, so that what is rated is rated as often as wanted, and people who stop halfway can be compared."""
 
 import hashlib
 import json
@@ -14,12 +15,18 @@ _NOT_DONE = """NOT EXISTS (SELECT 1 FROM acts WHERE prompt_id = p.id AND round =
     AND undone_at IS NULL)"""
 _IN_HAND = f"""SELECT p.id, p.round FROM leases l JOIN prompts p ON p.id = l.prompt_id
     WHERE l.rater_id = :rater AND l.until > :now AND p.ready = 1 AND {_NOT_DONE}"""
-_OF_ALL = f"""SELECT id, round FROM prompts p WHERE ready = 1 AND overlap = 1 AND {_NOT_DONE}
-    ORDER BY %(count)s, id LIMIT 1"""
-_FEWEST = f"""SELECT id, round FROM prompts p WHERE ready = 1 AND overlap = 0 AND %(count)s < :target
-    AND {_NOT_DONE}
-    AND NOT EXISTS (SELECT 1 FROM leases WHERE prompt_id = p.id AND until > :now AND rater_id <> :rater)
-    ORDER BY %(count)s, id LIMIT 1"""
+_SORTS = """SELECT round, overlap, count FROM
+    (SELECT round, overlap, {count} AS count, sum(num) AS num FROM counts
+     WHERE overlap = 1 OR {count} < :target GROUP BY round, overlap, {count}) sorts
+    WHERE num > (SELECT coalesce(sum(num), 0) FROM dealt WHERE rater_id = :rater AND round = sorts.round
+                 AND overlap = sorts.overlap AND {count} = sorts.count)
+    ORDER BY round DESC, overlap DESC, count DESC"""
+_OF_SORT = f"""SELECT id, round FROM prompts p
+    WHERE ready = 1 AND round = :round AND overlap = :overlap AND {{count}} = :count AND {_NOT_DONE}
+    AND (overlap = 1 OR :count + (
+        SELECT count(*) FROM leases l JOIN raters r ON r.id = l.rater_id WHERE l.prompt_id = p.id AND l.until > :now
+        AND l.rater_id <> :rater AND (r.kind = 'person') = (:kind = 'person')) < :target)
+    ORDER BY id LIMIT 1"""
 
 Key = tuple[int, int]
 """A prompt's id and a round of it."""
@@ -37,14 +44,19 @@ def in_hand(db: sqlite3.Connection, rater_id: int) -> Key | None:
 
 
 def choose(db: sqlite3.Connection, rater_id: int, kind: str, target: int) -> Key | None:
-    """A prompt for this rater, which is now in their hand. Needs a transaction."""
-    values = {"rater": rater_id, "target": target, "now": time.time()}
-    count = {"count": count_of(kind)}
-    found: Key | None = db.execute(_OF_ALL % count, values).fetchone()
-    found = found or db.execute(_FEWEST % count, values).fetchone()
-    if found is not None:
-        lease(db, rater_id, found[0])
-    return found
+    """A prompt for this rater, which is now in their hand. Needs a transaction.
+
+    What others of their like have in hand is kept back only where that makes up all the ratings it still needs.
+    """
+    values = {"rater": rater_id, "kind": kind, "target": target, "now": time.time()}
+    # Sorts of prompts that this rater is through with are left out first: looking for one there would go over them all.
+    for round_, overlap, count in db.execute(_SORTS.format(count=count_of(kind)), values).fetchall():
+        sort = {"round": round_, "overlap": overlap, "count": count}
+        found: Key | None = db.execute(_OF_SORT.format(count=count_of(kind)), values | sort).fetchone()
+        if found is not None:
+            lease(db, rater_id, found[0])
+            return found
+    return None
 
 
 def lease(db: sqlite3.Connection, rater_id: int, prompt_id: int) -> None:

@@ -92,7 +92,12 @@ def limited(value: str, name: str) -> str:
 
 def rater(name: str, kind: str) -> str:
     """A rater's name."""
-    if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+    # Names in Persian and others, and some emoji, hold marks that cannot be seen but join letters or part them.
+    seen = name.translate({0x200C: None, 0x200D: None}).strip() if isinstance(name, str) else ""
+    if isinstance(name, str) and len(name.strip()) > MAX_NAME:
+        long = f"{name.strip()[:20]!r}… has {len(name.strip())}"
+        raise DataError(f"a rater's name has at most {MAX_NAME} characters, and {long}; shorten it")
+    if not seen or not seen.isprintable():
         found = f"found {name!r:.120}"
         raise DataError(f"a rater's name has 1 to {MAX_NAME} characters, all of which can be seen; {found}")
     if kind not in KINDS:

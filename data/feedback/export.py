@@ -12,7 +12,6 @@ Each prompt and round becomes one ranking by the rule that was asked for, and ea
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,6 +24,7 @@ from rlhf.data.examples import Ranking
 from rlhf.data.feedback.records import Judged, Vote
 from rlhf.data.feedback.resolve import RULES, WHO, Rule, Who, resolve, votes_of
 from rlhf.data.feedback.store import Store
+from rlhf.data.files import new_file
 
 Form = Literal["rankings", "pairs", "argilla", "label-studio"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -79,26 +79,17 @@ def export(
     suffix = ".jsonl" if form in ("rankings", "pairs") else ".json"
     if out.suffix != suffix:
         raise SettingsError(f"{out}: {form} are written to a name that ends in {suffix}")
-    if out.exists() and not (force and out.is_file()):
-        raise SettingsError(f"{out}: already there; give another name" + (", or --force" if out.is_file() else ""))
-    if not out.parent.is_dir():
-        raise SettingsError(f"{out}: no folder {out.parent}; make it first")
+    if out.exists() and out.samefile(store.path):
+        raise SettingsError(f"{out}: is the store itself; give another name")
     told = Exported()
-    writing = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with writing.open("w", encoding="utf-8") as file:
-            before, between, after = ("", "\n", "\n") if suffix == ".jsonl" else ("[\n", ",\n", "\n]\n")
-            for row in _rows(store, form, rule, who, told):
-                file.write((between if told.rows else before) + json.dumps(row, ensure_ascii=False))
-                told.rows += 1
-            file.write(after)
+    before, between, after = ("", "\n", "\n") if suffix == ".jsonl" else ("[\n", ",\n", "\n]\n")
+    with new_file(out, force) as file:
+        for row in _rows(store, form, rule, who, told):
+            file.write(((between if told.rows else before) + json.dumps(row, ensure_ascii=False)).encode())
+            told.rows += 1
         if not told.rows:
             raise SettingsError(f"{store.path}: nothing to write as {form} of raters: {who}; {_why(told, form)}")
-        os.replace(writing, out)
-    except OSError as error:
-        raise SettingsError(f"{out}: cannot be written: {error}") from error
-    finally:
-        writing.unlink(missing_ok=True)
+        file.write(after.encode())
     return told
 
 

@@ -60,14 +60,14 @@ class Task:
 
 @dataclass(frozen=True)
 class RaterProgress:
-    """What one rater did. Only what counts: neither taken back nor replaced."""
+    """What one rater did, in the newest round of each prompt. Only what counts: neither taken back nor replaced."""
 
     rater: Rater
     num_rated: int
     num_skipped: int
     num_flagged: int
     seconds: float | None
-    """Median per ranking; None without any whose time is known."""
+    """Median of the last thousand rankings whose time is known; None without any."""
     num_left: int
     """Prompts that `next_prompt` would still give to this rater, those in other raters' hands counted."""
 
@@ -85,7 +85,7 @@ class Progress:
     num_judged: int
     """Ranked by a judge or an endpoint."""
     seconds: float | None
-    """Median per ranking, over the raters that were asked for."""
+    """The same over all raters that were asked for."""
     raters: list[RaterProgress]
     """All, or the one that was asked for."""
 

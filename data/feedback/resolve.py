@@ -14,7 +14,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, get_args
 
 from rlhf.data.errors import SettingsError
@@ -92,6 +92,7 @@ def _majority(rankings: tuple[Ranks, ...]) -> tuple[Ranks, bool]:
                 reaches[a][b] |= reaches[a][middle] and reaches[middle][b]
     circles = [frozenset({a, *(b for b in range(num) if reaches[a][b] and reaches[b][a])}) for a in range(num)]
 
+    @cache  # else each chain would be walked anew, and of twenty answers there are a million
     def rank(circle: frozenset[int]) -> int:
         above = {circles[a] for b in circle for a in range(num) if beats[a][b] and a not in circle}
         return 1 + max(map(rank, above), default=0)

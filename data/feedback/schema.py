@@ -114,7 +114,82 @@ CREATE TABLE leases (                         -- the prompt that a rater has in 
 CREATE INDEX leases_of_prompt ON leases (prompt_id);
 """
 
-MIGRATIONS = [_FIRST]
+# Prompts of the newest round come first, and how far it is stands by itself. What each rater has dealt with is counted
+# as it happens: counting it for each page took as long as the rater had ranked much.
+_BY_ROUND = """
+DROP INDEX prompts_by_people;
+DROP INDEX prompts_by_judges;
+DROP INDEX acts_by_kind;
+DROP TRIGGER prompt_changed;
+DROP TRIGGER ranking_added;
+DROP TRIGGER ranking_taken_back;
+DROP TABLE counts;
+
+CREATE INDEX prompts_by_people ON prompts (ready, round, overlap, num_people, id);
+CREATE INDEX prompts_by_judges ON prompts (ready, round, overlap, num_judges, id);
+
+CREATE TABLE counts (                         -- how many ready prompts there are of each sort
+    round INTEGER NOT NULL,                   -- the prompt's newest
+    overlap INTEGER NOT NULL,
+    num_people INTEGER NOT NULL,
+    num_judges INTEGER NOT NULL,
+    num INTEGER NOT NULL,
+    PRIMARY KEY (round, overlap, num_people, num_judges)
+) STRICT, WITHOUT ROWID;
+INSERT INTO counts SELECT round, overlap, num_people, num_judges, count(*) FROM prompts WHERE ready = 1
+    GROUP BY round, overlap, num_people, num_judges;
+
+CREATE TABLE dealt (                          -- of how many of them each rater has a ranking, skip or flag that counts
+    rater_id INTEGER NOT NULL REFERENCES raters (id),
+    kind TEXT NOT NULL,
+    round INTEGER NOT NULL,
+    overlap INTEGER NOT NULL,
+    num_people INTEGER NOT NULL,
+    num_judges INTEGER NOT NULL,
+    num INTEGER NOT NULL,
+    PRIMARY KEY (rater_id, kind, round, overlap, num_people, num_judges)
+) STRICT, WITHOUT ROWID;
+INSERT INTO dealt SELECT a.rater_id, a.kind, p.round, p.overlap, p.num_people, p.num_judges, count(*)
+    FROM acts a JOIN prompts p ON p.id = a.prompt_id AND p.round = a.round WHERE a.undone_at IS NULL AND p.ready = 1
+    GROUP BY a.rater_id, a.kind, p.round, p.overlap, p.num_people, p.num_judges;
+
+CREATE TRIGGER prompt_changed AFTER UPDATE OF round, overlap, num_people, num_judges, ready ON prompts
+WHEN OLD.ready = 1 OR NEW.ready = 1 BEGIN
+    UPDATE counts SET num = num - OLD.ready WHERE round = OLD.round AND overlap = OLD.overlap
+        AND num_people = OLD.num_people AND num_judges = OLD.num_judges;
+    INSERT INTO counts VALUES (NEW.round, NEW.overlap, NEW.num_people, NEW.num_judges, NEW.ready)
+        ON CONFLICT DO UPDATE SET num = num + excluded.num;
+    UPDATE dealt SET num = num - OLD.ready WHERE round = OLD.round AND overlap = OLD.overlap
+        AND num_people = OLD.num_people AND num_judges = OLD.num_judges AND (rater_id, kind) IN
+        (SELECT rater_id, kind FROM acts WHERE prompt_id = OLD.id AND round = OLD.round AND undone_at IS NULL);
+    INSERT INTO dealt SELECT rater_id, kind, NEW.round, NEW.overlap, NEW.num_people, NEW.num_judges, NEW.ready
+        FROM acts WHERE prompt_id = NEW.id AND round = NEW.round AND undone_at IS NULL
+        ON CONFLICT DO UPDATE SET num = num + excluded.num;
+END;
+
+-- In each of the two first the rater's own count, of the prompt as it is; then the prompt's, which moves both.
+CREATE TRIGGER act_added AFTER INSERT ON acts BEGIN
+    INSERT INTO dealt SELECT NEW.rater_id, NEW.kind, round, overlap, num_people, num_judges, 1
+        FROM prompts WHERE id = NEW.prompt_id AND round = NEW.round AND ready = 1
+        ON CONFLICT DO UPDATE SET num = num + 1;
+    UPDATE prompts SET
+        num_people = num_people + ((SELECT kind FROM raters WHERE id = NEW.rater_id) = 'person'),
+        num_judges = num_judges + ((SELECT kind FROM raters WHERE id = NEW.rater_id) <> 'person')
+        WHERE id = NEW.prompt_id AND round = NEW.round AND NEW.kind = 'ranking';
+END;
+CREATE TRIGGER act_taken_back AFTER UPDATE OF undone_at ON acts
+WHEN OLD.undone_at IS NULL AND NEW.undone_at IS NOT NULL BEGIN
+    UPDATE dealt SET num = num - 1 WHERE (rater_id, kind, round, overlap, num_people, num_judges) =
+        (SELECT NEW.rater_id, NEW.kind, round, overlap, num_people, num_judges
+         FROM prompts WHERE id = NEW.prompt_id AND round = NEW.round AND ready = 1);
+    UPDATE prompts SET
+        num_people = num_people - ((SELECT kind FROM raters WHERE id = NEW.rater_id) = 'person'),
+        num_judges = num_judges - ((SELECT kind FROM raters WHERE id = NEW.rater_id) <> 'person')
+        WHERE id = NEW.prompt_id AND round = NEW.round AND NEW.kind = 'ranking';
+END;
+"""
+
+MIGRATIONS = [_FIRST, _BY_ROUND]
 """Scripts that bring a store from version 0 to 1, from 1 to 2 and so on. Never change one that was released."""
 
 
@@ -147,6 +222,21 @@ def open_(path: Path, write: bool = True) -> sqlite3.Connection:
         return connection
 
 
+def remove(path: Path) -> None:
+    """Delete a store that nobody has open, or what is left of one."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another one of the same name; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 @contextmanager
 def _connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     """A connection, which is closed only if something goes wrong while it is set up."""
@@ -166,7 +256,9 @@ def _connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
         if connection is not None:
             connection.close()
         if isinstance(error, sqlite3.Error):
-            raise DataError(f"{path}: not a feedback store, or a damaged one: {first_line(error)}") from error
+            # An OperationalError is not about what is in the file.
+            what = "" if isinstance(error, sqlite3.OperationalError) else "not a feedback store, or a damaged one: "
+            raise DataError(f"{path}: {what}{first_line(error)}") from error
         raise
 
 

@@ -8,6 +8,7 @@ A prompt's answers belong to rounds. Those of one round are ranked together, and
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -21,18 +22,23 @@ from rlhf.data.feedback import assign, checks, reading, schema
 from rlhf.data.feedback.records import Answer, Judged, Progress, Rater, StoredAnswer, Task
 from rlhf.data.messages import Messages, prompt_key
 
+PAUSE = 0.05  # seconds at most after a batch: who waits for SQLite looks again only every few hundredths of a second
+
 
 class Store:
     """A feedback store. Open it with `Store.create(path)` or `Store.open(path)`; both are context managers.
 
     Its methods may be called from several threads, one at a time goes on. Raises DataError for what it is given and
-    cannot use, and for a file that is none of its kind, damaged, or locked by another process for half a minute.
+    cannot use, and for a file that is none of its kind, damaged, or locked by another process for half a minute. What
+    writes also raises it, and leaves nothing behind, where the file was moved, replaced or deleted since it was opened.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._db = connection
         self._lock = RLock()
+        self._file = path.absolute()
+        self._identity = schema.identity(self._file)
 
     @classmethod
     def create(cls, path: str | Path) -> Self:
@@ -57,12 +63,22 @@ class Store:
     ) -> None:
         self.close()
 
+    def check_writable(self) -> None:
+        """Raises DataError if the file may be read alone."""
+        with self._write():
+            self._db.execute("UPDATE leases SET until = until WHERE 0")
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Several calls as one transaction, all or none: adding thousands of prompts one by one waits for the disk
-        thousands of times. Other writers wait meanwhile, so keep it to seconds."""
-        with self._write():
-            yield
+        thousands of times. Other writers wait meanwhile, so keep it to a few hundred prompts; they are let in after it,
+        or one batch after another would keep them out."""
+        with self._lock:
+            is_part, began = self._db.in_transaction, time.monotonic()
+            with self._write():
+                yield
+        if not is_part:
+            time.sleep(min((time.monotonic() - began) / 3, PAUSE))
 
     # -- what is to be rated ----------------------------------------------------------------------------------
 
@@ -172,9 +188,9 @@ class Store:
     def next_prompt(self, rater_id: int, *, target: int = 1) -> Task | None:
         """A prompt that this rater has not rated, skipped or flagged; None if there is none at the moment.
 
-        The same again until it is dealt with. First come the prompts that all must rate, then those with the fewest
-        ratings below `target`: people's for people, judges' for judges and endpoints. A prompt is kept from other
-        raters for a quarter of an hour (unless all must rate it); ranking it later is fine.
+        The same again until it is dealt with. First come the prompts of the newest round, and of each round those that
+        all must rate, then those with the most ratings below `target`: people's for people, judges' for judges and
+        endpoints. What a rater has in hand counts as a rating for a quarter of an hour; ranking it later is fine.
         """
         with self._read():
             kind = self._rater(rater_id).kind
@@ -216,16 +232,36 @@ class Store:
         A later ranking by the same rater replaces this one.
         """
         said = checks.ranking(ranks, scores, all_bad, strength, note, shown)
-        return self._act(request_id, "ranking", prompt_id, rater_id, seconds, said, set(ranks))
+        return self._act(request_id, "ranking", prompt_id, rater_id, seconds, said, ranked=set(ranks))
 
-    def skip(self, request_id: str, prompt_id: int, rater_id: int, seconds: float | None = None) -> int:
-        """Take a prompt off this rater's list, without a word; the id of the act, as of `rank`."""
-        return self._act(request_id, "skip", prompt_id, rater_id, seconds, {})
+    def skip(
+        self,
+        request_id: str,
+        prompt_id: int,
+        rater_id: int,
+        seconds: float | None = None,
+        *,
+        round: int | None = None,
+    ) -> int:
+        """Take a prompt off this rater's list, without a word; the id of the act, as of `rank`.
 
-    def flag(self, request_id: str, prompt_id: int, rater_id: int, reason: str, seconds: float | None = None) -> int:
-        """Take a prompt off this rater's list and say what is wrong with it; the id of the act, as of `rank`."""
+        `round` is that of the answers which the rater saw, by default the newest.
+        """
+        return self._act(request_id, "skip", prompt_id, rater_id, seconds, {}, round=round)
+
+    def flag(
+        self,
+        request_id: str,
+        prompt_id: int,
+        rater_id: int,
+        reason: str,
+        seconds: float | None = None,
+        *,
+        round: int | None = None,
+    ) -> int:
+        """Take a prompt off this rater's list and say what is wrong with it; id and `round` as of `skip`."""
         said = {"text": checks.text(checks.limited(reason, "reason"), "the reason of a flag")}
-        return self._act(request_id, "flag", prompt_id, rater_id, seconds, said)
+        return self._act(request_id, "flag", prompt_id, rater_id, seconds, said, round=round)
 
     def _act(
         self,
@@ -235,7 +271,9 @@ class Store:
         rater_id: int,
         seconds: float | None,
         said: dict[str, Any],
+        *,
         ranked: set[int] | None = None,
+        round: int | None = None,
     ) -> int:
         request, seconds = checks.request(request_id), checks.time_spent(seconds)
         with self._write():
@@ -245,18 +283,24 @@ class Store:
                     raise DataError(f"request_id {request}: another act has it; make a new one for each")
                 return int(found[0])
             self._rater(rater_id)
-            round_ = self._prompt(prompt_id) if ranked is None else self._round_of(prompt_id, ranked)
+            newest = self._prompt(prompt_id)
+            if ranked is not None:
+                round = reading.round_of(self._db, prompt_id, ranked)
+            elif round is None:
+                round = newest
+            elif not checks.is_whole(round) or round > newest:
+                raise DataError(f"prompt {prompt_id}: no round {round!r:.40}; the newest is {newest}")
             values = {
                 "request_id": request,
                 "kind": kind,
                 "prompt_id": prompt_id,
-                "round": round_,
+                "round": round,
                 "rater_id": rater_id,
                 "seconds": seconds,
                 "created_at": _now(),
             } | said
             before = "prompt_id = ? AND round = ? AND rater_id = ? AND undone_at IS NULL"
-            self._db.execute(f"UPDATE acts SET undone_at = ? WHERE {before}", (_now(), prompt_id, round_, rater_id))
+            self._db.execute(f"UPDATE acts SET undone_at = ? WHERE {before}", (_now(), prompt_id, round, rater_id))
             added = self._db.execute(
                 f"INSERT INTO acts ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
                 tuple(values.values()),
@@ -264,25 +308,25 @@ class Store:
             self._db.execute("DELETE FROM leases WHERE rater_id = ? AND prompt_id = ?", (rater_id, prompt_id))
             return int(added.lastrowid or 0)
 
-    def _round_of(self, prompt_id: int, ranked: set[int]) -> int:
-        """The round of a prompt that has exactly these answers."""
-        self._prompt(prompt_id)
-        rounds: dict[int, set[int]] = {}
-        for answer in reading.answers(self._db, prompt_id):
-            rounds.setdefault(answer.round, set()).add(answer.id)
-        for round_, ids in rounds.items():
-            if ids == ranked and len(ids) > 1:
-                return round_
-        wanted = sorted(max(rounds.items())[1]) if rounds else "none"
-        raise DataError(
-            f"prompt {prompt_id}: a ranking covers its two or more answers {wanted}; found {sorted(ranked)}"
-        )
-
     def has_act(self, request_id: str) -> bool:
         """Whether a ranking, skip or flag with this id has been stored, be it taken back since or not."""
         with self._read():
             query = "SELECT 1 FROM acts WHERE request_id = ?"
             return self._db.execute(query, (checks.request(request_id),)).fetchone() is not None
+
+    def request_ids(self) -> set[str]:
+        """Of all rankings, skips and flags that have been stored."""
+        with self._read():
+            return {request_id for (request_id,) in self._db.execute("SELECT request_id FROM acts")}
+
+    def rankings_of_people(self, round: int) -> set[str]:
+        """The request ids of all rankings by people that count, of the answers of a round."""
+        query = (
+            "SELECT request_id FROM acts a JOIN raters r ON r.id = a.rater_id"
+            " WHERE r.kind = 'person' AND a.kind = 'ranking' AND a.round = ? AND a.undone_at IS NULL"
+        )
+        with self._read():
+            return {request_id for (request_id,) in self._db.execute(query, (round,))}
 
     def undo(self, rater_id: int, act_id: int | None = None) -> Task | None:
         """Take back this rater's last act that counts, and give its prompt again; None if there is none.
@@ -292,11 +336,7 @@ class Store:
         """
         with self._write():
             self._rater(rater_id)
-            query = (  # what was said of an earlier round could not be said again
-                "SELECT a.id, a.prompt_id, a.round FROM acts a JOIN prompts p ON p.id = a.prompt_id "
-                "AND p.round = a.round WHERE a.rater_id = ? AND a.undone_at IS NULL ORDER BY a.id DESC LIMIT 1"
-            )
-            last = self._db.execute(query, (rater_id,)).fetchone()
+            last = reading.last_act(self._db, rater_id)
             if act_id is not None and (last is None or last[0] != act_id):
                 key = assign.in_hand(self._db, rater_id)
             elif last is None:
@@ -307,13 +347,25 @@ class Store:
                 assign.lease(self._db, rater_id, key[0])
             return None if key is None else assign.task(self._db, rater_id, key)
 
+    def last_act(self, rater_id: int) -> int | None:
+        """The id of what `undo` would take back; None if there is nothing."""
+        with self._read():
+            last = reading.last_act(self._db, rater_id)
+        return None if last is None else last[0]
+
     # -- what was said -----------------------------------------------------------------------------------------
 
-    def progress(self, rater_id: int | None = None, *, target: int = 1) -> Progress:
-        """How far the rating is, over all and for each rater or the one that is asked for."""
+    def progress(self, rater_id: int | None = None, *, target: int = 1, round: int | None = None) -> Progress:
+        """How far the rating is, over all and for each rater or the one that is asked for; of all prompts, or of those
+        whose newest round this is."""
         with self._read():
             of = reading.raters(self._db) if rater_id is None else [self._rater(rater_id)]
-            return reading.progress(self._db, of, target)
+            return reading.progress(self._db, of, target, round)
+
+    def dealt_with(self, target: int) -> dict[int, int]:
+        """How many prompts, by their rounds, `target` people or more have ranked, skipped or flagged."""
+        with self._read():
+            return reading.dealt_with(self._db, target)
 
     def rankings(self) -> Iterator[Judged]:
         """Every prompt and round that anybody ranked, skipped or flagged, with all that counts about it.
@@ -356,6 +408,9 @@ class Store:
             )
             self._db.execute(begin)
             try:
+                # SQLite would write on into a file that nobody finds again. Not before: waiting may have been long.
+                if schema.identity(self._file) != self._identity:
+                    raise sqlite3.OperationalError("the file was moved, replaced or deleted while it was open")
                 yield
                 self._db.execute(commit)
             except BaseException:

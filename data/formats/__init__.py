@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from rlhf.data.columns import columns_found
 from rlhf.data.examples import Demonstration, Prompt, Ranking, by_score
 from rlhf.data.messages import Messages, Unusable, prompt_key
 
@@ -37,6 +38,8 @@ class Format:
     that it counts under, or of several; example or Unusable), each row number at least once."""
     recognises: Callable[[dict[str, Any]], bool] | None = None
     """What a row must be like beyond its columns."""
+    apart: Callable[[dict[str, Any]], list[Any]] | None = None
+    """Where `read` makes one ranking of what several annotators said: a ranking or `Unusable` for each of them."""
 
     def fits(self, row: dict[str, Any]) -> bool:
         """Whether a row is of this format."""
@@ -66,7 +69,7 @@ def find(kind: str, row: dict[str, Any], own: Iterable[tuple[str, ...]], name: s
     if name is not None:
         known = next((f for f in formats() if (f.kind, f.name) == (kind, name)), None)
         if known is None or not known.fits(row):
-            raise Unusable(f"the row is not of the format {name}", f" (columns found: {', '.join(map(str, row))})")
+            raise Unusable(f"the row is not of the format {name}", columns_found(row))
         return known
     fitting = [f for f in _with_columns(kind, tuple(row)) if f.recognises is None or f.recognises(row)]
     if not fitting:

@@ -3,12 +3,13 @@
 Records may be nested (`fields`, `responses`) or flat (`to_datasets`: columns `<question>.responses` and
 `<question>.responses.status`), each alone or all in one object of columns (`to_dict`). Answers are fields such as
 response-1 and response-2. A ranking question counts by its mean ranks, rating questions (one for each answer) by their
-means, a label question (of two answers) by majority; drafts and discarded answers do not vote. Suggestions are a
-model's and are not read.
+means, a label question (of two answers) by majority, unless annotators are read apart; drafts and discarded answers do
+not vote. Suggestions are a model's and are not read.
 """
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any
@@ -44,7 +45,11 @@ def prompt_of(fields: dict[str, Any]) -> Messages:
     return as_prompt(fields[name])
 
 
-def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
+Vote = tuple[str, str, Any]
+"""Annotator ("" where nobody is named), question, value."""
+
+
+def _read(row: dict[str, Any], apart: bool = False) -> list[Ranking | Unusable]:
     """Of one record, or of all: `to_dict` writes one object of columns."""
     columns = isinstance(row.get("id"), list) and all(isinstance(column, list) for column in row.values())
     records = (
@@ -53,37 +58,47 @@ def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
     found: list[Ranking | Unusable] = []
     for record in records:
         try:
-            found.append(
-                _judge(record["fields"], _said(record["responses"]))
-                if "fields" in row and "responses" in row
-                else _read_flat(record)
-            )
+            if "fields" in row and "responses" in row:
+                fields, votes = record["fields"], list(_nested_votes(record["responses"]))
+            else:
+                fields = {name: value for name, value in record.items() if "." not in name}
+                votes = list(_flat_votes(record))
         except Unusable as unusable:
             found.append(unusable)
+            continue
+        said: dict[str, Said] = {}
+        for annotator, question, value in votes:
+            said.setdefault(annotator if apart else "", {}).setdefault(question, []).append(value)
+        for annotator, own in (said or {"": {}}).items():
+            try:
+                found.append(replace(_judge(fields, own), rater=annotator))
+            except Unusable as unusable:
+                found.append(unusable)
     return found
 
 
-def _read_flat(row: dict[str, Any]) -> Ranking:
-    said: Said = {}
+def _read_apart(row: dict[str, Any]) -> list[Ranking | Unusable]:
+    return _read(row, apart=True)
+
+
+def _flat_votes(row: dict[str, Any]) -> Iterator[Vote]:
     for name in row:
         if name.endswith(".responses"):
-            values, statuses = row[name] or [], row.get(f"{name}.status") or []
-            if not isinstance(values, list) or not isinstance(statuses, list) or len(statuses) not in (0, len(values)):
-                raise Unusable("responses and their status are no lists of the same length", f": {name}")
-            counted = [v for i, v in enumerate(values) if v is not None and (not statuses or _votes(statuses[i]))]
-            said[name.removesuffix(".responses")] = counted
-    return _judge({name: value for name, value in row.items() if "." not in name}, said)
+            columns = values, statuses, users = [row.get(name + part) or [] for part in ("", ".status", ".users")]
+            if any(not isinstance(c, list) or len(c) not in (0, len(values)) for c in columns):
+                raise Unusable("responses, their status and users are no lists of the same length", f": {name}")
+            for place, value in enumerate(values):
+                if value is not None and (not statuses or _votes(statuses[place])):
+                    yield _name(users[place] if users else None), name.removesuffix(".responses"), value
 
 
-def _said(responses: Any) -> Said:
+def _nested_votes(responses: Any) -> Iterator[Vote]:
     """By question in lists of answers (the SDK), or by annotator with all questions (the server)."""
-    said: Said = {}
     for question, response in _responses(responses):
         if not isinstance(response, dict) or "value" not in response:
             raise Unusable("a response without its value", f": {question}")
         if _votes(response.get("status")) and response["value"] is not None:
-            said.setdefault(question, []).append(response["value"])
-    return said
+            yield _name(response.get("user_id")), question, response["value"]
 
 
 def _responses(responses: Any) -> Iterator[tuple[str, Any]]:
@@ -97,13 +112,18 @@ def _responses(responses: Any) -> Iterator[tuple[str, Any]]:
             if not isinstance(user, dict) or not isinstance(user.get("values") or {}, dict):
                 raise Unusable("responses are neither by question nor by annotator")
             for question, value in (user.get("values") or {}).items():
-                yield question, {"status": user.get("status")} | (value if isinstance(value, dict) else {})
+                own = {name: user.get(name) for name in ("status", "user_id")}
+                yield question, own | (value if isinstance(value, dict) else {})
     elif responses is not None:
         raise Unusable("responses are neither by question nor by annotator")
 
 
 def _votes(status: Any) -> bool:
     return status in (None, "submitted")  # some versions of the SDK export no status
+
+
+def _name(user: Any) -> str:
+    return "" if user is None else str(user)
 
 
 def _judge(fields: Any, said: Said) -> Ranking:
@@ -219,6 +239,6 @@ def _is_flat(row: dict[str, Any]) -> bool:
 
 
 FORMATS = (
-    Format("argilla", "preferences", ("fields", "responses"), _read),
-    Format("argilla_flat", "preferences", ("id", "_server_id"), _read, recognises=_is_flat),
+    Format("argilla", "preferences", ("fields", "responses"), _read, apart=_read_apart),
+    Format("argilla_flat", "preferences", ("id", "_server_id"), _read, recognises=_is_flat, apart=_read_apart),
 )

@@ -2,10 +2,12 @@
 
 The answers of a Pairwise are the fields that it names, or those such as answer1 and answer2; left is the first. A
 Ranker orders the items of a list in the task by their ids, best first. Cancelled annotations do not vote; of several,
-Pairwise counts by majority and Ranker by mean places. Predictions are a model's and are not read.
+Pairwise counts by majority and Ranker by mean places, unless annotators are read apart. Predictions are a model's and
+are not read.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -18,10 +20,25 @@ _SIDES = {"left": 0, "right": 1}
 
 
 def _read(row: dict[str, Any]) -> Ranking:
-    data = row["data"]
+    return _judge(row["data"], [result for _, result in _results(row["annotations"])])
+
+
+def _read_apart(row: dict[str, Any]) -> list[Ranking | Unusable]:
+    said: dict[str, list[dict[str, Any]]] = {}
+    for annotator, result in _results(row["annotations"]):
+        said.setdefault(annotator, []).append(result)
+    found: list[Ranking | Unusable] = []
+    for annotator, results in (said or {"": []}).items():
+        try:
+            found.append(replace(_judge(row["data"], results), rater=annotator))
+        except Unusable as unusable:
+            found.append(unusable)
+    return found
+
+
+def _judge(data: Any, results: list[dict[str, Any]]) -> Ranking:
     if not isinstance(data, dict):
         raise Unusable("data is not an object")
-    results = list(_results(row["annotations"]))
     choices = [result for result in results if "selected" in result["value"]]
     orders = [result for result in results if "ranker" in result["value"]]
     if choices and orders:
@@ -34,8 +51,8 @@ def _read(row: dict[str, Any]) -> Ranking:
     return _by_choices(data, choices) if choices else _by_orders(data, orders)
 
 
-def _results(annotations: Any) -> Iterator[dict[str, Any]]:
-    """Of all annotations that count."""
+def _results(annotations: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(annotator, result) of all annotations that count."""
     if not isinstance(annotations, list):
         raise Unusable("annotations is not a list", "; export as JSON, not as JSON-MIN")
     for annotation in annotations:
@@ -43,7 +60,14 @@ def _results(annotations: Any) -> Iterator[dict[str, Any]]:
             results = annotation.get("result")
             for result in results if isinstance(results, list) else []:
                 if isinstance(result, dict) and isinstance(result.get("value"), dict):
-                    yield result
+                    yield _annotator(annotation.get("completed_by")), result
+
+
+def _annotator(completed_by: Any) -> str:
+    """An id, or an object with an e-mail too; "" where nobody is named."""
+    if isinstance(completed_by, dict):
+        completed_by = completed_by.get("email") or completed_by.get("id")
+    return "" if completed_by is None else str(completed_by)
 
 
 def _by_choices(data: dict[str, Any], choices: list[dict[str, Any]]) -> Ranking:
@@ -95,4 +119,4 @@ def _items(data: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
     raise Unusable("ranked ids that are in no list of the task", f": {', '.join(wanted)}")
 
 
-FORMATS = (Format("label_studio", "preferences", ("data", "annotations"), _read),)
+FORMATS = (Format("label_studio", "preferences", ("data", "annotations"), _read, apart=_read_apart),)

@@ -20,5 +20,11 @@ def _read(row: dict[str, Any]) -> Ranking:
 
 
 FORMATS = (
-    Format("webgpt_comparisons", "preferences", ("question", "answer_0", "answer_1", "score_0", "score_1"), _read),
+    Format(
+        "webgpt_comparisons",
+        "preferences",
+        ("question", "answer_0", "answer_1", "score_0", "score_1"),
+        _read,
+        recognises=lambda row: not isinstance(row["question"], str),  # text is anybody's spreadsheet
+    ),
 )

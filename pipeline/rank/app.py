@@ -98,11 +98,17 @@ class Page:
                 raise HTTPException(403, "Please open the link that you were given.")
             return self._page("enter.jinja", error="")
         task = self._store.next_prompt(rater.id, target=self._options.target)
-        [own] = self._store.progress(rater.id, target=self._options.target).raters
-        done = request.query_params.get("done", "")
-        shared: dict[str, Any] = {"rater": rater, "csrf": self._sessions.csrf(cookie), "own": own}
-        shared |= {"done": done if done.isdecimal() else "", "new_id": lambda: str(uuid.uuid4())}
-        return self._page("done.jinja" if task is None else "task.jinja", task=task, **shared)
+        round_ = None if task is None else task.round  # each is counted by itself
+        [own] = self._store.progress(rater.id, target=self._options.target, round=round_).raters
+        return self._page(
+            "done.jinja" if task is None else "task.jinja",
+            rater=rater,
+            csrf=self._sessions.csrf(cookie),
+            own=own,
+            last=self._store.last_act(rater.id),
+            task=task,
+            new_id=lambda: str(uuid.uuid4()),
+        )
 
     def instructions(self, request: Request) -> Response:
         """What the owner of the project has to say; for those only who may rank."""
@@ -142,10 +148,11 @@ class Page:
         try:
             rater = await run_in_threadpool(self._named, name)
         except DataError as error:
+            if _is_of_disk(error):
+                raise
             log(request, 400, "a name that is none")
-            taken = "is there as" in str(error)
-            told = "This name is taken by a judge." if taken else f"A name has 1 to {MAX_NAME} characters."
-            return self._page("enter.jinja", 400, error=told)
+            told = str(error)
+            return self._page("enter.jinja", 400, error=f"{told[0].upper()}{told[1:]}.")
         return self._begin(rater, None)
 
     def leave(self, request: Request) -> Response:
@@ -178,10 +185,9 @@ class Page:
             check_origin(request)
             form = Form(await read_body(request))
             done = await run_in_threadpool(self._checked, request, form, act)
-            number = "" if done is None else str(done)
             if "text/html" in request.headers.get("accept", ""):
-                return RedirectResponse(f"/?done={number}" if number else "/", 303)
-            return PlainTextResponse(number)
+                return RedirectResponse("/", 303)
+            return PlainTextResponse("" if done is None else str(done))
 
         return answer
 
@@ -192,13 +198,7 @@ class Page:
             raise HTTPException(403, "Your session is over. Load the page again.")
         if not compare_digest(form.text("csrf").encode(), self._sessions.csrf(cookie).encode()):
             raise HTTPException(403, "This form is not of your session. Load the page again.")
-        try:
-            return act(rater, form)
-        except DataError as error:
-            if isinstance(error.__cause__, SQLiteError):
-                log(request, 503, str(error))
-                raise HTTPException(503, "The store cannot be written at the moment.") from error
-            raise HTTPException(400, str(error)) from error
+        return act(rater, form)
 
     def _rank(self, rater: Rater, form: Form) -> int:
         said = ranking(form)
@@ -206,39 +206,53 @@ class Page:
         return self._store.rank(form.text("request"), prompt, rater.id, said.ranks, **said.more)
 
     def _skip(self, rater: Rater, form: Form) -> int:
-        return self._store.skip(form.text("request"), self._prompt(form), rater.id, form.seconds())
+        prompt, round_ = self._prompt(form), form.wanted("round")
+        return self._store.skip(form.text("request"), prompt, rater.id, form.seconds(), round=round_)
 
     def _flag(self, rater: Rater, form: Form) -> int:
-        reason = form.text("reason")
-        return self._store.flag(form.text("request"), self._prompt(form), rater.id, reason, form.seconds())
+        prompt, round_, reason = self._prompt(form), form.wanted("round"), form.text("reason")
+        return self._store.flag(form.text("request"), prompt, rater.id, reason, form.seconds(), round=round_)
 
     def _undo(self, rater: Rater, form: Form) -> None:
-        self._store.undo(rater.id, form.number("act"))
+        self._store.undo(rater.id, form.wanted("act"))
 
     def _prompt(self, form: Form, answers: set[int] | None = None) -> int:
-        """The id of a prompt that is there and has these answers."""
+        """The id of a prompt that is there and has exactly these answers in a round."""
         prompt = form.wanted("prompt")
         try:
-            known = {answer.id for answer in self._store.answers(prompt)}
+            known = self._store.answers(prompt)
         except DataError as error:
-            if isinstance(error.__cause__, SQLiteError):
+            if _is_of_disk(error):
                 raise
             raise HTTPException(404, "There is no such prompt.") from None
-        if answers is not None and not answers <= known:
-            raise HTTPException(404, "There is no such answer.")
+        if answers is not None and answers not in ({a.id for a in known if a.round == r.round} for r in known):
+            raise HTTPException(409, "The answers to this prompt are others by now. Load the page again.")
         return prompt
 
 
 def make_app(store: Store, secret: bytes, hosts: Hosts, options: Options) -> Guard:
     """The whole page, guarded."""
-    page = Page(store, Sessions(store, secret, options.tokens), options)
-    return Guard(Starlette(routes=page.routes(), exception_handlers={HTTPException: _refuse, Exception: _fail}), hosts)
+    page = Page(store, Sessions(store, secret, options.tokens, options.rater), options)
+    handlers = {HTTPException: _refuse, DataError: _refuse_data, Exception: _fail}
+    return Guard(Starlette(routes=page.routes(), exception_handlers=handlers), hosts)
 
 
 def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     log(request, error.status_code, error.detail)
     return PlainTextResponse(error.detail, error.status_code, error.headers)
+
+
+def _refuse_data(request: Request, error: Exception) -> Response:
+    """What the store does not take; or it takes nothing at the moment, which its owner is told more of."""
+    status, told = (503, "The store cannot be written at the moment.") if _is_of_disk(error) else (400, str(error))
+    log(request, status, str(error))
+    return PlainTextResponse(told, status)
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Whether the same may go well later: the store is locked, away, or its disk full."""
+    return isinstance(error.__cause__, SQLiteError)
 
 
 def _fail(request: Request, error: Exception) -> Response:

@@ -47,7 +47,7 @@ class Form:
         value = self._fields.get("seconds", "")
         if not value:
             return None
-        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", value):
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
             raise HTTPException(400, "seconds: a number is wanted.")
         return float(value)
 

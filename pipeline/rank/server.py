@@ -18,10 +18,11 @@ SECONDS_TO_END = 3  # for requests that are being answered when a signal comes
 def serve(store: Path, host: str, port: int, url: str | None, options: Options, tell: Callable[[str], None]) -> None:
     """Have people rank what is in a store until SIGTERM or SIGINT comes, after which the signal's own handler goes on.
 
-    `tell` gets the address once the page can be opened. Raises RefusedError for what is no store, and for a host and
-    port that cannot be had.
+    `tell` gets the address once the page can be opened. Raises RefusedError for what is no store or cannot be written,
+    and for a host and port that cannot be had.
     """
     with Store.open(store) as opened, listening(host, port) as listener:
+        opened.check_writable()
         if options.rater is not None:
             opened.add_rater(options.rater)  # refuses a name that cannot be one
         app = make_app(opened, secret_of(store), Hosts(host, url), options)

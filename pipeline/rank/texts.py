@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-_FENCE = re.compile(r"^ {0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`\n]*+$")  # never tried twice: texts are long
+_FENCE = re.compile(r"^ {0,3}(`{3,}+|~{3,}+)([^`\n]*+)$")  # never tried twice: texts are long
 _HEADING = re.compile(r"^(#{1,4})\s+(.+?)\s*#*$")
 _ITEM = re.compile(r"^\s{0,3}(?:([-*+])|\d{1,9}[.)])\s+(.*)$")
 _RULE = re.compile(r"^\s{0,3}([-*_])(\s*\1){2,}\s*$")
@@ -23,6 +23,7 @@ class Block:
     text: str
     is_code: bool = False
     language: str = ""
+    """All that stands beside the opening fence; it may be more than a word."""
 
 
 def blocks(text: str) -> list[Block]:
@@ -47,7 +48,7 @@ def blocks(text: str) -> list[Block]:
             fence = ""
         elif not fence and match:
             end(is_code=False)
-            fence, language = match[1], match[2]
+            fence, language = match[1], match[2].strip()
         else:
             lines.append(line)
     end(is_code=bool(fence))

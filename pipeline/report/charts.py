@@ -46,11 +46,52 @@ CHARTS = {
     ],
 }
 
+MEANINGS = {
+    "approx_kl": "how far an iteration's updates moved the policy, nats per token; below 0.02 is usual",
+    "approx_kl_k3": "the same by another estimate, which is never negative",
+    "dual_clip_fraction": "share of tokens held back by ppo.dual_clip",
+    "eval_score_win_rate": "share of held-out answers with a higher score than SFT's; ties count half",
+    "eval_win_rate": "share of held-out answers that the judge prefers to SFT's; ties count half",
+    "importance_weight": "mean weight by which tokens of another law than the policy's are corrected; near 1 is good",
+    "kl_coef": "price of a nat of KL in the reward",
+    "kl_loss": "the KL's part of the loss (ppo.kl_in: loss)",
+    "kl_per_token": "KL from SFT, nats per token",
+    "length_max": "tokens of the longest answer",
+    "mean_token_accuracy": "share of tokens that are the likeliest one",
+    "non_score_reward": "the KL's part of the reward, per answer",
+    "num_updates": "optimiser steps of an iteration; fewer where ppo.target_kl ended it early",
+    "peak_gib": "most memory that was in use, GiB",
+    "policy_loss": "the clipped objective with its sign turned; its height says nothing by itself",
+    "ptx_loss": "loss on pretraining text, nats per token",
+    "ratio": "mean of new over old probability of a token; 1, give or take 0.003",
+    "ratio_max": "the largest of them",
+    "ratio_min": "the smallest of them",
+    "ratio_var": "their variance",
+    "return_mean": "mean of what the critic is to predict",
+    "rlhf_reward": "score, penalties and KL together, per answer: what PPO maximises",
+    "sampler_gap": "how far the sampler's log-probabilities are from the trainer's, nats per token; near 0 is right",
+    "score_std": "how much the scores of an iteration's answers differ; near 0 there is nothing to learn",
+    "staleness": "updates between the policy that sampled and the one that learns",
+    "tokens_per_second": "speed",
+    "value_clip_fraction": "share of values that moved further than the critic's clip range allows",
+    "value_loss": "the critic's squared error",
+    "value_mean": "mean of what the critic predicts",
+}
+"""What the other metrics say, in a line each."""
+
+
+def meaning(metric: str) -> str:
+    """Of a metric that no chart of CHARTS shows; empty where nobody has said."""
+    if metric.startswith("score_") and metric not in MEANINGS:
+        return "mean of one of the rewards alone, unweighted"
+    return MEANINGS.get(metric, "")
+
 
 def draw_charts(stage: str, curves: dict[str, Line], final: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """`charts`: the known ones; `more_charts`: every other number that was logged, one each.
 
     `final` are the stage's final metrics: levels come from there, or from the curves of a stage that is not finished.
+    A drawing's `what` says what its metric means, where its title does not.
     """
     levels = {name.removeprefix("eval_"): line[-1][1] for name, line in curves.items()} | final
     known = {metric for chart in CHARTS[stage] for metric in chart.metrics}
@@ -65,6 +106,7 @@ def draw_charts(stage: str, curves: dict[str, Line], final: dict[str, Any]) -> d
             "title": chart.title,
             "level": level,
             "level_name": chart.level_name,
+            "what": "" if chart.metrics[0] in known else meaning(chart.metrics[0]),
             "last": {name: line[-1][1] for name, line in lines.items()},
             "svg": draw_lines(list(lines.values()), level, in_words(chart.title, lines)),
         }

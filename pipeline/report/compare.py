@@ -9,16 +9,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhf.data.errors import SettingsError
-from rlhf.pipeline.report.changes import CHANGES
 from rlhf.pipeline.report.charts import CHARTS, in_words
 from rlhf.pipeline.report.drawing import SERIES, draw_lines
 from rlhf.pipeline.report.figures import number
 from rlhf.pipeline.report.gallery import Gallery, gallery
-from rlhf.pipeline.report.judgement import judge_run
+from rlhf.pipeline.report.judgement import CHANGES, judge_run
 from rlhf.pipeline.report.page import environment
 from rlhf.pipeline.report.run import TITLES, Run, read_run
 from rlhf.pipeline.summary import duration
-from rlhf.stages.disk import replace_text
 
 MAX_RUNS = len(SERIES)
 
@@ -130,15 +128,6 @@ class Comparison:
             run.stages["ppo"].manifest.get("inputs", {}).get("reward_model") for run in self.runs if "ppo" in run.stages
         }
         return len(digests) == 1 and None not in digests
-
-
-def write(comparison: Comparison, out: Path) -> Path:
-    """Write the page; SettingsError where that cannot be done."""
-    try:
-        replace_text(out, comparison.page())
-    except OSError as error:
-        raise SettingsError(f"--out {out}: cannot be written: {error.strerror}; choose another") from None
-    return out
 
 
 def names(folders: Sequence[Path]) -> list[str]:

@@ -24,24 +24,26 @@ def evaluation(run: Run) -> dict[str, Any] | None:
     found = run.evaluation
     if found is None:
         return None
-    models = {name: found["models"][name] for name in MODELS if found["models"].get(name)}
+    models = found["models"]
     figures = [(title, [_figure(model, key) for model in models.values()]) for key, title in FIGURES.items()]
     return {
-        "form": found.get("form"),
-        "settings": found.get("settings") or {},
-        "judge": found.get("judge"),
-        "pairs": [_pair(pair) for pair in found.get("pairs") or []],
+        "form": found["form"],
+        "settings": found["settings"],
+        "judge": found["judge"],
+        "pairs": [_pair(pair) for pair in found["pairs"]],
         "models": [(MODELS[name], name) for name in models],
         "figures": [(title, values) for title, values in figures if any(value is not None for value in values)],
-        "spreads": {name: quantiles for name, model in models.items() if (quantiles := _quantiles(model))},
-        "tasks": {name: results for name, results in (found.get("tasks") or {}).items() if results},
-        "tax": alignment_tax(found["models"]),
+        "spreads": {name: model["score"]["quantiles"] for name, model in models.items() if model["score"]},
+        "tasks": {name: results for name, results in (found["tasks"] or {}).items() if results},
+        "tax": alignment_tax(models),
     }
 
 
 def alignment_tax(models: dict[str, Any]) -> str | None:
     """What PPO cost in perplexity of held-out text, against SFT, in words."""
-    before, after = ((models.get(name) or {}).get("text_perplexity") for name in ("sft", "ppo"))
+    if not {"sft", "ppo"} <= models.keys():
+        return None
+    before, after = models["sft"]["text_perplexity"], models["ppo"]["text_perplexity"]
     if not before or not after:
         return None
     change = after / before - 1
@@ -54,13 +56,13 @@ def alignment_tax(models: dict[str, Any]) -> str | None:
 def frontier(run: Run) -> list[dict[str, Any]]:
     """Drawings of score and of quality over √KL, with the legend of each: PPO's evaluations, and best-of-n of SFT."""
     curves = run.stages["ppo"].curves if "ppo" in run.stages else {}
-    best_of_n = (run.evaluation or {}).get("best_of_n") or []
+    best_of_n = (run.evaluation["best_of_n"] if run.evaluation else None) or []
     drawn = []
     for title, metric, key in (("Score", "eval_score", "score"), ("True quality", "eval_true_quality", "quality")):
         lines: dict[str, Line] = {}
         if ppo := _over_root_kl(curves.get("eval_kl", []), curves.get(metric, [])):
             lines["PPO, evaluation by evaluation"] = ppo
-        chosen = [(math.sqrt(max(found["kl"], 0.0)), found[key]) for found in best_of_n if found.get(key) is not None]
+        chosen = [(math.sqrt(max(found["kl"], 0.0)), found[key]) for found in best_of_n if found[key] is not None]
         if chosen:
             lines[f"best of n answers of SFT, n = {', '.join(number(found['n']) for found in best_of_n)}"] = chosen
         if sum(map(len, lines.values())) > 1:
@@ -87,8 +89,8 @@ def _over_root_kl(kls: Line, values: Line) -> Line:
 
 def _pair(pair: dict[str, Any]) -> dict[str, Any]:
     return {
-        "title": f"{MODELS.get(pair['one'], pair['one'])} over {MODELS.get(pair['other'], pair['other'])}",
-        "by": {"judge": "the judge", "score": "the reward model"}.get(pair["by"], pair["by"]),
+        "title": f"{MODELS[pair['one']]} over {MODELS[pair['other']]}",
+        "by": {"judge": "the judge", "score": "the reward model"}[pair["by"]],
         "wins": pair["wins"], "ties": pair["ties"], "losses": pair["losses"],
         "rates": [
             (name, pair[rate], pair[interval])
@@ -96,18 +98,12 @@ def _pair(pair: dict[str, Any]) -> dict[str, Any]:
                 ("all answers", "win_rate", "interval"),
                 ("at equal length", "length_controlled", "length_controlled_interval"),
             )
-            if pair.get(rate) is not None and pair.get(interval) is not None
+            if pair[rate] is not None and pair[interval] is not None
         ],
     }  # fmt: skip
 
 
 def _figure(model: dict[str, Any], name: str) -> Any:
     """A number; of a distribution its mean."""
-    value = model.get(name)
-    return value.get("mean") if isinstance(value, dict) else value
-
-
-def _quantiles(model: dict[str, Any]) -> list[float]:
-    """Scores below which 5, 25, 50, 75 and 95 % of the answers lie; empty where that is not known."""
-    found: list[float] = (model.get("score") or {}).get("quantiles") or []
-    return found
+    value = model[name]
+    return value["mean"] if isinstance(value, dict) else value

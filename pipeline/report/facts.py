@@ -118,16 +118,22 @@ def phases(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "seconds": spent,
             "share": spent / total if total else 0.0,
             "rate": mean(f"tokens_per_second_{name}", name),
-            "bandwidth": mean(f"bandwidth_share_{name}", name),
-            "flops": mean(f"flops_share_{name}", name),
+            "bound": _bound(mean(f"bandwidth_share_{name}", name), mean(f"flops_share_{name}", name)),
         }
         for name, spent in seconds.items()
     ]
 
 
+def _bound(bandwidth: float | None, flops: float | None) -> str | None:
+    """How near a phase came to what the device can do, in words."""
+    if bandwidth is None:
+        return None if flops is None else f"{flops:.1%} FLOP/s"
+    return f"{bandwidth:.1%} bandwidth"
+
+
 def is_of_phases(name: str) -> bool:
     """Whether a metric is in the table of phases, and needs no curve."""
-    return re.match("(seconds|tokens_per_second)_", name) is not None
+    return re.match("(seconds|tokens_per_second|bandwidth_share|flops_share)_", name) is not None
 
 
 def lineage(run: Run) -> list[dict[str, Any]]:

@@ -2,14 +2,15 @@
 
 import json
 import math
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report import facts
-from rlhf.pipeline.report.changes import changes
 from rlhf.pipeline.report.charts import draw_charts
 from rlhf.pipeline.report.diagnoses import diagnose
 from rlhf.pipeline.report.drawing import (
@@ -23,7 +24,7 @@ from rlhf.pipeline.report.drawing import (
 from rlhf.pipeline.report.evaluation import evaluation, frontier
 from rlhf.pipeline.report.figures import number
 from rlhf.pipeline.report.gallery import clip, gallery
-from rlhf.pipeline.report.judgement import judge_run
+from rlhf.pipeline.report.judgement import SIGNS, changes, judge_run
 from rlhf.pipeline.report.run import MODELS, TITLES, Run, Stage, read_run
 from rlhf.pipeline.report.verdicts import outcome
 from rlhf.pipeline.scaling import PowerLaw
@@ -35,6 +36,7 @@ from rlhf.stages.disk import replace_text
 MAX_TEXTS = 30
 """What a base model writes over time, and pairs that a reward model is wrong about, at most."""
 MAX_CHARACTERS = 1000
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 PURPOSES = {
     "pretrain": "A decoder learns to continue raw text.",
     "sft": "It learns to answer, from prompts with good responses.",
@@ -49,12 +51,23 @@ def render(run_dir: str | Path, price_per_hour: float | None = None) -> Path:
     """Write `run_dir`/report.html from what is there, finished stages or not, and return its path.
 
     `price_per_hour` is what an hour of the run's machines costs, in any currency; without it no price is shown.
-    Raises RefusedError where `run_dir` is not the folder of a run.
+    Raises RefusedError where `run_dir` is not the folder of a run, or where it cannot be written to.
     """
     run = read_run(run_dir)
     path = run.folder / "report.html"
-    replace_text(path, page(run, price_per_hour))
+    write(path, page(run, price_per_hour))
     return path
+
+
+def write(path: Path, html: str) -> None:
+    """Write a page, in which signs that HTML has no place for, a NUL say, are the one for what cannot be shown.
+
+    Raises SettingsError where it cannot be written.
+    """
+    try:
+        replace_text(path, CONTROL.sub("\ufffd", html))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def page(run: Run, price_per_hour: float | None = None) -> str:
@@ -96,8 +109,8 @@ def environment() -> Environment:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         loader=FunctionLoader(lambda name: files(__package__).joinpath("templates", name).read_text("utf-8")),
     )  # fmt: skip
-    found.filters.update(number=number, duration=duration, clip=_clip, percent="{:.1%}".format)
-    found.globals.update(series=list(zip(SERIES, DASHES, strict=True)))
+    found.filters.update(number=number, duration=duration, clip=_clip, filled=_filled, percent="{:.1%}".format)
+    found.globals.update(series=list(zip(SERIES, DASHES, strict=True)), signs=SIGNS)
     return found
 
 
@@ -108,32 +121,44 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "stage": stage,
         "purpose": PURPOSES[stage.name],
         "warnings": _warnings(stage.metrics),
-        "changes": changes(stage.name, stage.metrics),
+        "changes": changes(stage),
         "card": _card(stage),
         "phases": facts.phases(stage.rows),
         **draw_charts(stage.name, curves, stage.metrics),
     }
 
 
-def _rounds(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line per round that has begun: what was ranked, and what became of it; gains are over the round before."""
-    found: list[dict[str, Any]] = []
+def _rounds(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """A line per round that has begun: what was ranked, and what became of it. Columns that no round fills are left
+    out; None without rounds. Quality is held against the round before, the score against SFT: each round has a reward
+    model of its own, whose scores compare with no other's."""
+    found: list[dict[str, str]] = []
+    before = None
     for place, entries in enumerate(rounds, start=1):
         feedback, reward, ppo = (entries.get(stage, {}).get("metrics", {}) for stage in ("feedback", "reward", "ppo"))
         if not feedback:
             break
-        quality = ppo.get("true_quality")
-        before = found[-1]["quality"] if found else ppo.get("sft_true_quality")
+        quality, before = ppo.get("true_quality"), ppo.get("sft_true_quality") if before is None else before
         found.append({
-            "number": place,
-            "rankings": feedback.get("num_rankings"),
-            "accuracy": reward.get("accuracy"),
-            "quality": quality,
-            "gain": None if quality is None or before is None else quality - before,
-            "win_rate": ppo.get("win_rate"),
-            "kl": ppo.get("kl"),
+            "round": str(place),
+            "rankings": number(feedback.get("num_rankings")),
+            "accuracy of the reward model": number(reward.get("accuracy")),
+            "true quality": number(quality),
+            "its gain": _gain(before, quality),
+            "win rate by the judge": number(ppo.get("win_rate")),
+            "gain in score": _gain(ppo.get("sft_score"), ppo.get("score")),
+            "win rate by the reward model": number(ppo.get("score_win_rate")),
+            "KL": number(ppo.get("kl")),
         })  # fmt: skip
-    return found
+        before = quality
+    if not found:
+        return None
+    titles = [title for title in found[0] if any(line[title] != number(None) for line in found)]
+    return {"titles": titles, "lines": [[line[title] for title in titles] for line in found]}
+
+
+def _gain(before: float | None, after: float | None) -> str:
+    return number(None) if before is None or after is None else f"{after - before:+.3f}"
 
 
 def _warnings(metrics: dict[str, Any]) -> list[str]:
@@ -201,6 +226,11 @@ def _law(symbol: str, name: str, part: dict[str, Any]) -> dict[str, Any]:
         "power": power,
         "svg": draw_power_law(part["points"], law, f"Held-out loss over {name}") if part["points"] else "",
     }
+
+
+def _filled(columns: list[tuple[str, str]], rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The columns (title, key) that any of the rows has something for."""
+    return [(title, key) for title, key in columns if any(row[key] is not None for row in rows)]
 
 
 def _clip(text: str) -> str:

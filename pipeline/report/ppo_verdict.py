@@ -56,8 +56,7 @@ def gather(
 ) -> Evidence:
     """From the evaluation with its `answers`, or from the stage's own figures and `samples`: what asked more prompts.
 
-    Both have the form of evaluation.jsonl. Of the stage's own prompts only those of the samples are counted, which
-    makes its interval too wide where there were more, and never too narrow.
+    Both have the form of evaluation.jsonl.
     """
     quality = _qualities(evaluation, metrics)
     agreement, num_answers = None, 0
@@ -66,21 +65,21 @@ def gather(
         if len(both) > num_answers:
             agreement = rank_correlation(*([row[kind]["sft"] for row in both] for kind in ("scores", "qualities")))
             num_answers = len(both)
+    own = metrics.get("num_eval_prompts") or len(samples)  # samples are of some of its prompts
     pairs = (evaluation or {}).get("pairs") or []
     found = {pair["by"]: pair for pair in pairs if (pair["one"], pair["other"]) == ("ppo", "sft")}
     for by, name in (("judge", "win_rate"), ("score", "score_win_rate")):
         pair, rate = found.get(by), metrics.get(name)
         num = _num_prompts(evaluation, pair) if pair else 0
-        if pair and (rate is None or num >= len(samples)):
+        if pair and (rate is None or num >= own):
             controlled = pair.get("length_controlled_interval")
             return Evidence(
                 pair["win_rate"], tuple(pair["interval"]), tuple(controlled) if controlled else None, by == "judge",
                 num, agreement, num_answers, quality,
             )  # fmt: skip
         if rate is not None:
-            num = len(samples)
-            interval = wilson(rate, num) if num else None
-            return Evidence(rate, interval, None, by == "judge", num, agreement, num_answers, quality)
+            interval = wilson(rate, own) if own else None
+            return Evidence(rate, interval, None, by == "judge", own, agreement, num_answers, quality)
     return Evidence(agreement=agreement, num_answers=num_answers, quality=quality)
 
 

@@ -11,12 +11,13 @@ from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report.curves import Line, curves
 from rlhf.pipeline.summary import flat, nested, outcome, run_status
 from rlhf.stages.artifact import Artifact
+from rlhf.stages.evaluation.records import FIGURES, read_answers, read_figures
 
 TITLES = {"pretrain": "Pretraining", "sft": "SFT", "feedback": "Feedback", "reward": "Reward model", "ppo": "PPO"}
 MODELS = {"base": "base", "sft": "SFT", "ppo": "PPO"}
 """Of an evaluation, each with what people call it."""
-OF_STAGES = {"sft": "sft", "ppo": "ppo"}
-"""Models of an evaluation that a stage of the run made."""
+MADE_BY = {"base": "pretrain", "sft": "sft", "ppo": "ppo"}
+"""The stage of the run that made a model of an evaluation, if one did."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Stage:
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """The final ones, with `guessing_loss`, the loss of a model that knows nothing."""
-        found = dict(self.entry["metrics"])
+        """The final ones that are there and finite, with `guessing_loss`, the loss of a model that knows nothing."""
+        found = {name: value for name, value in self.entry["metrics"].items() if _is_told(value)}
         if vocab_size := found.get("vocab_size"):
             found["guessing_loss"] = math.log(vocab_size)
         return found
@@ -100,8 +101,9 @@ class Run:
     status: dict[str, Any]
     stages: dict[str, Stage]
     evaluation: dict[str, Any] | None
-    """evaluation.json, if it is there and of the models that the run has now."""
-    evaluation_is_old: bool
+    """evaluation.json, if it is there, whole, and of the models that the run has now."""
+    evaluation_fault: str | None
+    """Why there is one that is not taken."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Held-out prompts as evaluation.jsonl has them: `prompt`, and by model `answers`, `scores`, `qualities`. Those of
     `samples` where there are none."""
@@ -133,14 +135,18 @@ class Run:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Raises RefusedError where `run_dir` is not the folder of a run, or a file in it is damaged."""
+    """Raises RefusedError where `run_dir` is not the folder of a run, or what a stage wrote into it is damaged."""
     run_dir = Path(run_dir)
     status = nested(run_status(run_dir))
     stages = {name: _stage(name, entry, run_dir) for name, entry in status["stages"].items()}
-    evaluation, old = _evaluation(run_dir, stages)
-    answers = _evaluated(run_dir / "evaluation.jsonl") if evaluation else []
+    evaluation, fault = read_figures(run_dir), None
+    if evaluation is None and (run_dir / FIGURES).is_file():
+        fault = "is damaged, or of another version"
+    elif evaluation and not _is_of(evaluation["models"], stages):
+        evaluation, fault = None, "is of other models than those that the run has now"
+    answers = read_answers(run_dir, evaluation["answers_digest"]) if evaluation else []
     samples = [_as_evaluated(sample) for sample in stages["ppo"].samples] if "ppo" in stages else []
-    return Run(run_dir, status, stages, evaluation, old, answers or samples, samples)
+    return Run(run_dir, status, stages, evaluation, fault, answers or samples, samples)
 
 
 def read_json(path: Path) -> Any:
@@ -155,32 +161,23 @@ def _stage(name: str, entry: dict[str, Any], run_dir: Path) -> Stage:
     return Stage(name, entry, artifact, artifact.manifest if artifact and artifact.sealed else {})
 
 
-def _evaluation(run_dir: Path, stages: dict[str, Stage]) -> tuple[dict[str, Any] | None, bool]:
-    """The run's evaluation, and whether there is one of other models than those that the run has now."""
-    path = run_dir / "evaluation.json"
-    if not path.is_file():
-        return None, False
-    found = read_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("models"), dict):
-        raise SettingsError(f"{path}: is damaged; delete it, and `rlhf eval {run_dir}` makes it anew")
-    for name, stage in OF_STAGES.items():
-        made = str((found["models"].get(name) or {}).get("model", ""))
+def _is_told(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _is_of(models: dict[str, Any], stages: dict[str, Stage]) -> bool:
+    """Whether the models are those that the stages have now, as far as a stage made them. Their folders bear keys."""
+    for name, figures in models.items():
+        stage = MADE_BY[name]
         folder = stages[stage].folder if stage in stages else None
-        if folder and made.startswith(f"{stage}-") and made != folder:
-            return None, True
-    return found, False
-
-
-def _evaluated(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line.endswith("}")]
+        if folder and figures["model"].startswith(f"{stage}-") and figures["model"] != folder:
+            return False
+    return True
 
 
 def _as_evaluated(sample: dict[str, Any]) -> dict[str, Any]:
     """A row of the ppo stage's samples.jsonl in the form of evaluation.jsonl."""
-    names = [name for name in OF_STAGES if name in sample]
+    names = [name for name in ("sft", "ppo") if name in sample]
     return {
         "prompt": sample["prompt"],
         "answers": {name: sample[name] for name in names},

@@ -20,6 +20,8 @@ what rare tokens do to a low loss."""
 WEAK_ACCURACY = 0.6
 """Of held-out pairs. People agree with each other in 0.73 to 0.77 of such pairs (Stiennon et al. 2020, Ouyang et al.
 2022), and published reward models with them in 0.65 to 0.75: below 0.6 it is nearer to guessing than to either."""
+A_TENTH = 0.1
+"""Of accuracy over a rule: where the interval holds both the rule's figure and so much more, nothing is shown."""
 SHORTER_WINS_PAIRS = 30
 """Pairs whose better answer is the shorter one, from which on a share of them is known to about ±0.18."""
 
@@ -136,6 +138,13 @@ def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) ->
         return Verdict("guesses", "bad", f"The reward model is not good enough: {known}, and guessing reaches 0.50.")
     if longer is not None and accuracy <= max(longer, 1 - longer):
         rule = f"always preferring the {'longer' if longer >= 0.5 else 'shorter'} answer"
+        if num and interval[1] >= min(max(longer, 1 - longer) + A_TENTH, 1.0):
+            return Verdict(
+                "too_few_prompts",
+                "open",
+                f"Whether the reward model knows more than the rule of {rule} is not shown: {known}, where the rule "
+                f"reaches {share(max(longer, 1 - longer))}.",
+            )
         return Verdict(
             "no_better_than_length",
             "bad",

@@ -1,6 +1,6 @@
 """What a model answers to the held-out prompts, how far it is from SFT there, and what reward and judge say of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,19 +69,25 @@ class Questions:
 
 @torch.no_grad()
 def answers(
-    asked: Questions, speaker: Speaker, reference: Speaker | None, rewards: Rewards | None, num_samples: int
+    asked: Questions,
+    speaker: Speaker,
+    reference: Speaker | None,
+    rewards: Rewards | None,
+    num_samples: int,
+    say: Callable[[str], None],
+    stream: int = 0,
 ) -> list[list[Answer]]:
-    """`num_samples` answers to each prompt, from a random stream that is the same for every model.
-
-    The global random stream is left as it was.
+    """`num_samples` answers to each prompt, from a random stream that is the same for every model; another `stream`
+    gives others. `say` is told how many there are. The global random stream is left as it was.
     """
     device = speaker.model.device
     rows = [prompt for prompt in range(len(asked.prompts)) for _ in range(num_samples)]
     size = asked.settings.generation_batch_size or ROWS_AT_ONCE
     found: list[Answer] = []
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(asked.settings.seed)
+        torch.manual_seed(asked.settings.seed + stream)
         for start in range(0, len(rows), size):
+            say(f"{start} of {len(rows)} answers")
             found += _answers(asked, rows[start : start + size], speaker, reference, rewards)
     return [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
 

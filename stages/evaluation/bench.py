@@ -1,9 +1,7 @@
 """What the models of a run are measured with: held-out rows, rewards and a judge, and the models themselves."""
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from rlhf.stages.evaluation import held_out, perplexity
 from rlhf.stages.evaluation.answers import Answer, Questions, Speaker, answers
 from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.judges import judging
-from rlhf.stages.evaluation.subjects import Subject, here, read_answers, read_figures
+from rlhf.stages.evaluation.records import read_answers, read_figures, short_hash
+from rlhf.stages.evaluation.subjects import Subject, here
 from rlhf.stages.models import load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
@@ -102,11 +101,9 @@ class Bench:
         )  # fmt: skip
 
     def _read_earlier(self) -> None:
-        earlier = read_figures(self.run_dir) if self.asked.form == "cheap" else {}
-        self.earlier: dict[str, Any] = earlier.get("models", {})
-        rows = read_answers(self.run_dir) if self.earlier else []
-        # Of the two files one may be newer, after a kill.
-        self.earlier_rows = rows if short_hash(rows) == earlier.get("answers_digest") else []
+        earlier = read_figures(self.run_dir) if self.asked.form == "cheap" else None
+        self.earlier: dict[str, Any] = earlier["models"] if earlier else {}
+        self.earlier_rows = read_answers(self.run_dir, earlier["answers_digest"]) if earlier else []
 
     def settings(self) -> dict[str, Any]:
         """What decided the figures, as evaluation.json says it."""
@@ -142,7 +139,7 @@ class Bench:
         if self.rows:
             texts = [row.input_ids[max(row.prompt_length, 1) :] for row in self.rows]
             found |= self._foreseen(
-                found, "response", name, [asdict(row) for row in self.rows], texts,
+                found, "response", name, [[row.input_ids, row.prompt_length] for row in self.rows], texts,
                 lambda: perplexity.response_nats(self.speaker(name).model, self.rows, self.tokenizer),
             )  # fmt: skip
         return found
@@ -177,10 +174,10 @@ class Bench:
         if self.earlier_rows and self.earlier.get(name, {}).get("keys", {}).get("answers") == key:
             kept = ("answers", "lengths", "ended", "kl", "scores")
             return [[Answer(*(row.get(part, {}).get(name) for part in kept))] for row in self.earlier_rows]
-        self.say(f"{name}: answering {len(self.questions.prompts)} prompts")
         speaker = self.speaker(name)
         reference = self.speaker("sft") if "sft" in self.subjects else None
-        return answers(self.questions, speaker, reference, self._rewards(speaker), self.asked.num_samples)
+        given = self.questions, speaker, reference, self._rewards(speaker), self.asked.num_samples
+        return answers(*given, lambda text: self.say(f"{name}: {text}"))
 
     def qualities(self, found: list[list[Answer]]) -> list[list[float]] | None:
         """What the judge says of answers, if there is one that judges each by itself."""
@@ -188,21 +185,24 @@ class Bench:
             return None
         return self.judging.qualities(self.questions.prompts, found)
 
-    def several(self) -> list[list[Answer]] | None:
-        """Answers of SFT to choose the best of; None without rewards, or if they are not asked for."""
-        if not self.asked.best_of or self.questions is None or self.reward_name is None or "sft" not in self.subjects:
+    def several(self, drawn: list[list[Answer]]) -> list[list[Answer]] | None:
+        """Answers of SFT to choose the best of: those that were `drawn` already and as many more as are missing.
+
+        None without rewards, or if they are not asked for.
+        """
+        number = self.asked.best_of
+        if not number or self.reward_name is None:
             return None
-        self.say(f"sft: the best of {self.asked.best_of} answers")
+        if number <= len(drawn[0]):
+            return [row[:number] for row in drawn]
+        assert self.questions is not None
         speaker = self.speaker("sft")
-        return answers(self.questions, speaker, None, self._rewards(speaker), self.asked.best_of)
+        given = self.questions, speaker, None, self._rewards(speaker), number - len(drawn[0])
+        more = answers(*given, lambda text: self.say(f"sft: the best of {number}: {text}"), stream=1)
+        return [row + others for row, others in zip(drawn, more, strict=True)]
 
     def _rewards(self, speaker: Speaker) -> Rewards | None:
         if self.reward_name is not None and self.rewards is None:
             assert self.questions is not None
             self.rewards = load_rewards(self.questions.settings, self.tokenizer, speaker.model).to(self.device)
         return self.rewards
-
-
-def short_hash(content: Any) -> str:
-    """Of anything that is JSON."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

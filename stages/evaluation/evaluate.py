@@ -17,9 +17,10 @@ from rlhf.data.rows import Prompt, prompt_text
 from rlhf.stages.disk import replace_text
 from rlhf.stages.evaluation import statistics
 from rlhf.stages.evaluation.answers import Answer
-from rlhf.stages.evaluation.bench import Bench, Say, short_hash
+from rlhf.stages.evaluation.bench import Bench, Say
 from rlhf.stages.evaluation.config import EvaluationSettings
-from rlhf.stages.evaluation.subjects import ANSWERS, FIGURES, NAMES, find_subjects
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, short_hash
+from rlhf.stages.evaluation.subjects import find_subjects
 from rlhf.stages.evaluation.tasks import run_tasks, task_manager
 from rlhf.stages.runtime import be_quiet
 
@@ -58,7 +59,7 @@ def evaluate(
         if name != "sft":
             bench.speakers.pop(name, None)
     curve = None
-    if several := bench.several():
+    if "sft" in answers and (several := bench.several(answers["sft"])):
         curve = statistics.best_of_n_curve(_values(several, "score"), bench.qualities(several))
     say("comparing")
     pairs = [*compare(bench, answers, qualities)]
@@ -78,9 +79,17 @@ def evaluate(
         "answers_digest": short_hash(rows),
     }
     found = finite(found)
-    replace_text(run_dir / ANSWERS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    replace_text(run_dir / FIGURES, json.dumps(found, indent=1, ensure_ascii=False))
+    write(run_dir, found, rows)
     return found
+
+
+def write(run_dir: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Put both files into the run folder. Raises RuntimeError where that cannot be done."""
+    try:
+        replace_text(run_dir / ANSWERS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        replace_text(run_dir / FIGURES, json.dumps(found, indent=1, ensure_ascii=False))
+    except OSError as error:
+        raise RuntimeError(f"{run_dir}: {FIGURES} cannot be written there: {error.strerror or error}") from error
 
 
 def summary(answers: list[list[Answer]] | None, qualities: list[list[float]] | None) -> dict[str, Any]:

@@ -63,9 +63,11 @@ def _interval(figures: Floats, num_prompts: int) -> Interval:
     return float(low), float(high)
 
 
-def mean(values: ArrayLike, seed: int = 0) -> tuple[float, Interval]:
-    """Mean over prompts, and its interval, of values [P] or [P,m]."""
+def mean(values: ArrayLike, seed: int = 0) -> tuple[float, Interval | None]:
+    """Mean over prompts, and its interval, of values [P] or [P,m]; of one prompt there is none."""
     per_prompt = _by_prompt(values).mean(1)
+    if len(per_prompt) == 1:
+        return float(per_prompt[0]), None
     drawn = resampled(len(per_prompt), seed)
     return float(per_prompt.mean()), _interval(drawn @ per_prompt / len(per_prompt), len(per_prompt))
 
@@ -78,7 +80,7 @@ def win_rate(outcomes: ArrayLike, seed: int = 0) -> tuple[float, Interval]:
     """
     per_prompt = _by_prompt(outcomes).mean(1)
     rate, interval = mean(per_prompt, seed)
-    if per_prompt.min() == per_prompt.max():
+    if interval is None or per_prompt.min() == per_prompt.max():
         unseen = 1 - (OUTSIDE / 2) ** (1 / len(per_prompt))
         interval = rate * (1 - unseen), rate * (1 - unseen) + unseen
     return rate, interval
@@ -98,9 +100,12 @@ def length_controlled(outcomes: ArrayLike, longer_by: ArrayLike, seed: int = 0) 
     spread = difference.std()
     if spread == 0:
         return None
-    drawn = np.concatenate([np.ones((1, len(won))), resampled(len(won), seed)])
-    weights = np.repeat(drawn, won.shape[1], axis=1)
-    intercepts = logistic(np.tanh(difference / spread).ravel(), won.ravel(), weights)[:, 0]
+    drawn = np.concatenate([np.ones((1, len(won))), resampled(len(won), seed)])  # [S,P]
+    # Lengths are whole numbers, so that many answers are alike: they are counted, and each kind is looked at once.
+    kinds, which = np.unique(np.stack([difference.ravel(), won.ravel()]), axis=1, return_inverse=True)
+    counts = np.zeros((len(won), kinds.shape[1]))
+    np.add.at(counts, (np.repeat(np.arange(len(won)), won.shape[1]), which.ravel()), 1)
+    intercepts = logistic(np.tanh(kinds[0] / spread), kinds[1], drawn @ counts)[:, 0]
     rates = 1 / (1 + np.exp(-intercepts))
     return float(rates[0]), _interval(rates[1:], len(won))
 

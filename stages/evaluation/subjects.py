@@ -1,6 +1,5 @@
-"""Which models of a run are evaluated, and where the last evaluation lies. No torch."""
+"""Which models of a run are evaluated. No torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhf.stages.artifact import Artifact, model_digest
-
-FIGURES, ANSWERS = "evaluation.json", "evaluation.jsonl"
-"""In the run folder: the figures, and the answers of the models side by side."""
-NAMES = ("base", "sft", "ppo")
+from rlhf.stages.evaluation.records import NAMES, read_figures
 
 
 @dataclass(frozen=True)
@@ -82,23 +78,6 @@ def find_subjects(run_dir: Path, done: Mapping[str, Path]) -> dict[str, Subject]
 
 def is_current(run_dir: Path, done: Mapping[str, Path]) -> bool:
     """Whether the run's evaluation is of the models that are there now."""
-    measured = {name: figures.get("digest") for name, figures in read_figures(run_dir).get("models", {}).items()}
-    return measured == {name: subject.digest for name, subject in find_subjects(run_dir, done).items()}
-
-
-def read_figures(run_dir: Path) -> dict[str, Any]:
-    """The run's evaluation; empty if there is none that can be read."""
-    try:
-        found = json.loads((run_dir / FIGURES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def read_answers(run_dir: Path) -> list[dict[str, Any]]:
-    """Its rows of answers; empty if there are none that can be read."""
-    try:
-        lines = (run_dir / ANSWERS).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
-    except (OSError, ValueError):
-        return []
+    models = (read_figures(run_dir) or {"models": {}})["models"]
+    now = {name: subject.digest for name, subject in find_subjects(run_dir, done).items()}
+    return {name: figures["digest"] for name, figures in models.items()} == now

@@ -10,7 +10,7 @@ from rlhf.stages.settings import ServedModel, StageSettings
 
 RANKINGS = "rankings.jsonl"
 """In the step's folder: what came of it, rankings of all rounds so far."""
-OF_RATING = ("target", "rule", "raters")
+OF_RATING = ("target", "overlap", "rule", "raters")
 """Settings that change what becomes of the answers, and not the answers."""
 
 
@@ -47,6 +47,8 @@ class FeedbackSettings(StageSettings):
     same answer both times."""
     target: int = Field(1, ge=1)
     """People that each prompt is to be rated by before the run goes on; who skips or flags a prompt is counted."""
+    overlap: int = Field(0, ge=0)
+    """How many of the prompts are for all people who come, whatever the target; who agrees with whom is seen there."""
     rule: Rule = "majority"
     """How several raters become one ranking: majority, mean_rank or bradley_terry."""
     raters: Who = "people-first"

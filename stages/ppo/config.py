@@ -35,7 +35,8 @@ class RolloutSettings(Settings):
     """What samples the responses."""
 
     engine: Literal["auto", "static", "transformers", "vllm"] = "auto"
-    """static is built in and fast; transformers is `generate`; vllm a server; auto takes static where it can."""
+    """static is built in and fast; transformers is `generate`; vllm a server; auto takes static where it can.
+    [transformers]"""
     server_url: str | None = None
     """Address of the vLLM server, such as http://127.0.0.1:8000; for engine vllm alone."""
     weights_folder: str | None = None
@@ -47,7 +48,7 @@ class RolloutSettings(Settings):
     """Sample each rollout while the one before is scored and learned from, from the policy as it was before that. On a
     GPU it takes placement second_gpu, or a server; importance weights make up for the difference."""
     importance_cap: float | None = Field(2.0, gt=0)
-    """Bound on a token's importance weight, the trainer's probability over the sampler's; None leaves them out. For
+    """Bound on a token's importance weight, the trainer's probability over the sampler's; null leaves them out. For
     engine vllm and one_step_off."""
 
     @property
@@ -93,7 +94,8 @@ class PPOSettings(StageSettings):
     rewards: list[RewardSpec] = Field(default_factory=list)
     """More rewards, models and functions; each times its weight is added to the reward model's score."""
     ensemble: Literal["mean", "lower_bound"] | None = None
-    """Reward models count as one by their mean, or by mean minus penalty times std; by default they are summed."""
+    """Reward models count as one by their mean, or by mean minus penalty times std; by default they are summed. [Coste
+    2023]"""
     ensemble_penalty: float = Field(1.0, ge=0)
     """Standard deviations between the reward models that lower_bound subtracts."""
     data: Source
@@ -106,9 +108,10 @@ class PPOSettings(StageSettings):
     layout: Literal["separate", "shared_trunk", "adapters"] = "separate"
     """What is in memory: four models; or policy and critic on one trunk; or one base with LoRA adapters for all."""
     lora: LoraSettings = LoraSettings.model_validate({})
-    """Adapters in `layout: adapters`, merged in the saved policy. A critic that starts as a reward adapter keeps it."""
+    """Adapters in `layout: adapters`, merged in the saved policy. A critic that starts as a reward adapter keeps it.
+    [LoRA]"""
     quantization: Literal["8bit", "4bit"] | None = None
-    """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes; QLoRA's NF4); `model/` is merged unrounded."""
+    """Keep the base of `layout: adapters` in 8 or 4 bits (bitsandbytes, NF4); `model/` is merged unrounded. [QLoRA]"""
     offload: bool = False
     """Keep reference and reward models in the CPU's memory while they are not needed."""
     placement: Literal["together", "second_gpu"] = "together"
@@ -141,7 +144,7 @@ class PPOSettings(StageSettings):
     generation_batch_size: int | None = Field(None, ge=1)
     """Responses that one device samples at a time, which bounds the cache; its whole share by default."""
     num_epochs: int = Field(4, ge=1)
-    """Passes over an iteration's episodes."""
+    """Passes over an iteration's episodes. [Ziegler 2019; N+]"""
     num_minibatches: int = Field(1, ge=1)
     """Optimiser steps per epoch."""
     max_prompt_length: int = Field(512, ge=1)
@@ -152,71 +155,74 @@ class PPOSettings(StageSettings):
     """Sampling temperature; log-probabilities are taken at the same temperature everywhere."""
 
     learning_rate: float = Field(3e-6, ge=0)
-    """Policy's peak learning rate."""
+    """Policy's peak learning rate. [N+]"""
     critic_learning_rate: float = Field(9e-6, ge=0)
     """Critic's peak learning rate."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How both learning rates fall to zero over the iterations, or stay (InstructGPT)."""
+    """How both learning rates fall to zero over the iterations, or stay. [N+; InstructGPT]"""
     warmup_iterations: int = Field(0, ge=0)
-    """Iterations of linear warm-up of both learning rates (InstructGPT: 10)."""
+    """Iterations of linear warm-up of both learning rates, 10 in the paper. [InstructGPT]"""
     critic_warmup_iterations: int = Field(0, ge=0)
-    """First iterations in which only the critic learns (VC-PPO)."""
+    """First iterations in which only the critic learns. [VC-PPO]"""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm to clip at, policy and critic separately."""
 
     kl_coef: float = Field(0.05, ge=0)
-    """Weight of the KL to the reference."""
+    """Weight of the KL to the reference. [Ziegler 2019; N+]"""
     kl_target: float | None = Field(None, gt=0)
-    """KL in nats per response that an adaptive kl_coef steers to (Ziegler et al. 2019: 6); None keeps it fixed."""
+    """KL in nats per response that an adaptive kl_coef steers to (the paper: 6); null keeps it fixed. [Ziegler 2019]"""
     kl_horizon: int = Field(10_000, ge=1)
-    """Episodes in which an adaptive kl_coef may change by a fifth."""
+    """Episodes in which an adaptive kl_coef may change by a fifth. [Ziegler 2019]"""
     kl_in: Literal["reward", "loss"] = "reward"
     """KL as part of the token rewards (k1; exact optimum), or as a term of the policy's loss."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the KL: k1 in the reward; in the loss k2 (the gradient of a token's KL) or k3 (of the reversed)."""
+    """Estimator of the KL: k1 in the reward; in the loss k2 (the gradient of a token's KL) or k3 (of the reversed). [KL
+    approximations]"""
     target_kl: float | None = Field(None, gt=0)
     """Ends an iteration's updates when the policy is 1.5 times this far from the rollout (approx_kl, per token)."""
 
     normalise_scores: bool = False
-    """Bring scores to mean 0 and deviation 1 by running moments, before clipping (Secrets of RLHF); they are saved."""
+    """Bring scores to mean 0 and deviation 1 by running moments, before clipping; they are saved. [Secrets of RLHF]"""
     score_clip: float | None = Field(None, gt=0)
-    """Clip scores to plus or minus this; the KL part of the reward is never clipped."""
+    """Clip scores to plus or minus this; the KL part of the reward is never clipped. [Secrets of RLHF]"""
     missing_eos_penalty: float | None = None
-    """What an answer without eos costs; None leaves its score as it is."""
+    """What an answer without eos costs; null leaves its score as it is. [N+; TRL]"""
     missing_eos: Literal["replace", "subtract"] = "replace"
-    """Whether the penalty replaces the score (as minus the penalty) or is subtracted from it."""
+    """Whether the penalty replaces the score (as minus the penalty) or is subtracted from it. [N+; TRL]"""
     overlong_buffer: int = Field(0, ge=0)
-    """Last tokens before max_new_tokens over which a length penalty grows (DAPO's soft overlong punishment)."""
+    """Last tokens before max_new_tokens over which a length penalty grows. [DAPO]"""
     overlong_penalty: float = Field(1.0, ge=0)
-    """Length penalty at max_new_tokens."""
+    """Length penalty at max_new_tokens. [DAPO]"""
     score_placement: Literal["eos", "after_eos"] = "eos"
-    """Score on the last token, or one after it where there is room (as TRL and the N+ study did)."""
+    """Score on the last token, or one after it where there is room. [N+; TRL]"""
 
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
+    """Discount per token. [GAE]"""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """GAE's lambda for the policy's advantages."""
+    """GAE's lambda for the policy's advantages. [GAE]"""
     critic_gae_lambda: float | None = Field(None, ge=0, le=1)
-    """GAE's lambda for the critic's targets (VC-PPO: 1); gae_lambda by default."""
+    """GAE's lambda for the critic's targets (the paper: 1); gae_lambda by default. [VC-PPO]"""
     whiten_rewards: bool = False
-    """Divide token rewards by their standard deviation over the rollout; the mean is kept (Ziegler et al. 2019)."""
+    """Divide token rewards by their standard deviation over the rollout; the mean is kept. [Ziegler 2019]"""
     whiten_advantages: bool = True
-    """Bring advantages to mean 0 and standard deviation 1 over the rollout."""
+    """Bring advantages to mean 0 and standard deviation 1 over the rollout. [Ziegler 2019]"""
 
     clip_range: float = Field(0.2, gt=0)
-    """Clip of the probability ratio."""
+    """Clip of the probability ratio. [PPO, eq. 7]"""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound on the loss of tokens with negative advantage (Ye et al. 2020: 3)."""
+    """Bound on the loss of tokens with negative advantage (the paper: 3). [Ye 2020]"""
     value_clip_range: float | None = Field(0.2, gt=0)
-    """Clip of the value's move since the rollout; None does not clip."""
+    """Clip of the value's move since the rollout; null does not clip. [Ziegler 2019]"""
     value_coef: float = Field(0.1, ge=0)
-    """Weight of the value loss beside the policy's in `layout: shared_trunk` (elsewhere each has its own optimiser)."""
+    """Weight of the value loss beside the policy's in `layout: shared_trunk` (elsewhere each has its own optimiser).
+    [Ziegler 2019]"""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of an entropy bonus."""
+    """Weight of an entropy bonus. [PPO, eq. 9]"""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """Policy loss over tokens: their mean, the mean of responses' means, or their sum over B · max_new_tokens."""
+    """Policy loss over tokens: their mean, the mean of responses' means, or their sum over B · max_new_tokens. [DAPO;
+    Dr. GRPO]"""
     ptx_coef: float = Field(0.0, ge=0)
-    """Weight of the language-modelling loss on ptx_data (InstructGPT, equation 2; a mean per token here)."""
+    """Weight of the language-modelling loss on ptx_data, here a mean per token. [InstructGPT, eq. 2]"""
     ptx_data: Source | None = None
     """Raw text for ptx_coef, for instance ${pretrain.data}."""
     ptx_batch_size: int = Field(32, ge=1)
@@ -224,14 +230,14 @@ class PPOSettings(StageSettings):
     ptx_block_size: int = Field(256, ge=2)
     """Tokens per block of raw text."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Also keep a moving average of the policy per optimiser step (InstructGPT: 0.992), saved in ema/."""
+    """Also keep a moving average of the policy per optimiser step (the paper: 0.992), saved in ema/. [InstructGPT]"""
 
     eval_every: int = Field(25, ge=1)
     """Iterations between two evaluations on held-out prompts; the best by score within kl_budget is kept."""
     num_eval_samples: int = Field(1, ge=1)
     """Responses per held-out prompt in an evaluation."""
     kl_budget: float = Field(50.0, gt=0)
-    """KL in nats per response beyond which no checkpoint is kept and a run counts as over-optimised."""
+    """KL in nats per response beyond which no checkpoint is kept and a run counts as over-optimised. [Gao 2022]"""
     on_unhealthy: Literal["warn", "stop"] = "warn"
     """What a finding of the health monitor does: say it, or end the run with the state saved."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # fp16's loss scaling does not fit two optimisers

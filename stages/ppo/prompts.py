@@ -12,9 +12,14 @@ from rlhf.stages.runtime import Runtime
 def read_rows(run: Runtime[PPOSettings]) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out prompts, each once."""
     settings = run.settings
-    prompts = read_prompts(settings.data, settings.max_dropped).rows
-    given = read_prompts(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
-    return run.split(prompts, given, lambda prompt: prompt_key(prompt.messages))
+    loaded = read_prompts(settings.data, settings.max_dropped)
+    run.count_report("data", loaded.report)
+    given = None
+    if settings.eval_data:
+        held_out = read_prompts(settings.eval_data, settings.max_dropped)
+        run.count_report("eval_data", held_out.report)
+        given = held_out.rows
+    return run.split(loaded.rows, given, lambda prompt: prompt_key(prompt.messages))
 
 
 def encode_prompts(
@@ -24,6 +29,7 @@ def encode_prompts(
     longest = run.settings.max_prompt_length
     pairs = [(encode_prompt(tokenizer, prompt.messages), prompt) for prompt in prompts]
     kept = [(ids, prompt) for ids, prompt in pairs if len(ids) <= longest]
+    run.count_rows("tokenised", len(kept), len(pairs), {"longer than max_prompt_length": len(pairs) - len(kept)})
     if len(kept) < len(pairs):
         run.say(
             f"{len(pairs) - len(kept)} of {len(pairs)} prompts are longer than max_prompt_length {longest}; left out"

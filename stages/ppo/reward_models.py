@@ -21,6 +21,7 @@ from transformers import (
 
 from rlhf.data.collate import pad_examples
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.hub import refuse_unknown
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.tokens import Encoded, encode_example
 from rlhf.stages.microbatches import Piece, pieces
@@ -174,6 +175,7 @@ def load_reward_model(
 
     Raises SettingsError, naming the setting `where`, for what cannot be used.
     """
+    refuse_unknown(reference, where)
     try:
         if not _is_decoder(reference):
             return PairReward(name, *_load_pair(reference), weight, reference)

@@ -48,6 +48,7 @@ class Selection:
         settings, tokenizer = self.run.settings, self.tokenizer
         self.run.on_main(lambda: put_in_place(self.best, folder / "model", settings, tokenizer))
         metrics: dict[str, Any] = {**comparison(self.sft, answers), "best_step": kept["step"]}
+        metrics["num_eval_prompts"] = len({answer.prompt for answer in answers})
         reason = over_optimised(self.run.state["evaluations"], self.run.settings.kl_budget)
         metrics["over_optimised"] = reason is not None
         if reason is not None:

@@ -1,7 +1,7 @@
 """Run the stage in a folder with a settings.yaml: `accelerate launch -m rlhf.stages.pretrain FOLDER`."""
 
+from rlhf.stages.entry import run_stage
 from rlhf.stages.pretrain.train import train
-from rlhf.stages.runtime import run_stage
 
 if __name__ == "__main__":
     run_stage(train)

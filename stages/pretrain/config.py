@@ -38,7 +38,7 @@ class PretrainSettings(StageSettings):
 
     preset: list[str] = Field(default_factory=list, json_schema_extra=one_or_several)
     """Named shapes that fill in what the recipe does not set, one or several, the later over the former: original,
-    llama, gpt3-125m to gpt3-175b, mini-gpt, mini-64."""
+    llama, gpt3-125m to gpt3-175b, mini-gpt, mini-64. [GPT-3, table 2.1; LLaMA; Vaswani 2017]"""
     architecture: Literal["llama", "gpt2", "decoder"] = "llama"
     """llama and gpt2 are transformers' own classes; decoder is ours, in which each part is a choice."""
     hidden_size: int = Field(512, ge=8)
@@ -46,34 +46,34 @@ class PretrainSettings(StageSettings):
     num_layers: int = Field(8, ge=1)
     """Transformer blocks."""
     num_heads: int = Field(8, ge=1)
-    """Attention heads."""
+    """Attention heads. [Vaswani 2017]"""
     num_kv_heads: int | None = Field(None, ge=1)
-    """Key/value heads (grouped-query attention); as many as heads by default."""
+    """Key/value heads (grouped-query attention); as many as heads by default. [GQA]"""
     intermediate_size: int | None = Field(None, ge=8)
-    """Width of the feed-forward. By default 4 times hidden_size; for SwiGLU 8/3 of it, rounded up to a multiple of
-    32, which gives as many weights."""
+    """Width of the feed-forward. By default 4 times hidden_size; for SwiGLU 8/3 of it, rounded up to a multiple of 32,
+    which gives as many weights. [LLaMA]"""
     context_length: int = Field(1024, ge=8)
     """Longest sequence the model is made for; prompt and response must fit in it later."""
     norm_position: Literal["pre", "post"] | None = None
     """Where the norms stand: before each sublayer, or after its residual is added. This and the next four are choices
-    of decoder alone, by default those of llama."""
+    of decoder alone, by default those of llama. [GPT-2]"""
     norm: Literal["rmsnorm", "layernorm"] | None = None
-    """Kind of norm."""
+    """Kind of norm. [LLaMA]"""
     feed_forward: Literal["swiglu", "silu", "gelu", "relu"] | None = None
-    """Activation of the feed-forward; swiglu has a gate beside it."""
+    """Activation of the feed-forward; swiglu has a gate beside it. [SwiGLU]"""
     positions: Literal["rope", "learned", "sinusoidal", "none"] | None = None
-    """How the model knows the order of its tokens."""
+    """How the model knows the order of its tokens. [LLaMA; Vaswani 2017]"""
     bias: bool | None = None
     """Biases in norms and linear layers (but for query, key, value and the logits)."""
     tie_embeddings: bool = True
-    """Use the embeddings for the logits, too."""
+    """Use the embeddings for the logits, too. [Press & Wolf 2017]"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on embeddings, attention weights and each sublayer's output; llama has it on attention weights alone."""
     initializer_range: float = Field(0.02, gt=0)
-    """Standard deviation of the random weights; small models learn faster with about 1 / sqrt(hidden_size)."""
+    """Standard deviation of the random weights; small models learn faster with about 1 / sqrt(hidden_size). [GPT-2]"""
 
     tokenizer: str = "bpe"
-    """bpe: byte-level BPE trained on the text; characters; or folder or hub id of an existing tokenizer."""
+    """bpe: byte-level BPE trained on the text; characters; or folder or hub id of an existing tokenizer. [GPT-2]"""
     vocab_size: int = Field(32000, ge=264)
     """Size of the BPE vocabulary, special tokens and the 256 bytes included."""
     special_tokens: list[str] = Field(default_factory=list)
@@ -99,26 +99,27 @@ class PretrainSettings(StageSettings):
     global_batch_tokens: int | None = Field(None, ge=2)
     """The same in tokens, instead of global_batch_size: so many blocks as they fill."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon is for the matrices inside the blocks; embeddings, logits, norms and biases keep AdamW."""
+    """muon is for the matrices inside the blocks; embeddings, logits, norms and biases keep AdamW. [Muon; AdamW]"""
     learning_rate: float | None = Field(None, ge=0)
     """Peak of AdamW's learning rate, 1e-3 by default. For noam the factor before the formula, by default 1."""
     muon_learning_rate: float = Field(0.02, ge=0)
-    """Peak learning rate of Muon's matrices."""
+    """Peak learning rate of Muon's matrices. [Muon]"""
     schedule: Literal["cosine", "linear", "constant", "wsd", "noam"] = "cosine"
-    """After the warm-up: down to end_share along a cosine or a line; constant; wsd: constant, then down a line over
-    the last decay_share of the steps; noam: hidden_size^-0.5 · min(step^-0.5, step · warmup_steps^-1.5)."""
+    """After the warm-up: down to end_share along a cosine or a line; constant; wsd: constant, then down a line over the
+    last decay_share of the steps; noam: hidden_size^-0.5 · min(step^-0.5, step · warmup_steps^-1.5). [MiniCPM; Vaswani
+    2017]"""
     warmup_steps: float = Field(100, ge=0)
     """Steps of linear warm-up; below 1 it is a share of num_steps."""
     end_share: float = Field(0.1, ge=0, le=1)
-    """Learning rate at the last step, as a share of its peak."""
+    """Learning rate at the last step, as a share of its peak. [GPT-3]"""
     decay_share: float = Field(0.2, gt=0, le=1)
     """Share of the steps in which wsd decays."""
     weight_decay: float = Field(0.1, ge=0)
-    """Weight decay, on matrices only."""
+    """Weight decay, on matrices only. [AdamW; GPT-3]"""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW's second beta; its first is 0.9."""
+    """AdamW's second beta; its first is 0.9. [GPT-3]"""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradient norm to clip at."""
+    """Gradient norm to clip at. [GPT-3]"""
     compile: bool = False
     """torch.compile on a GPU (elsewhere it does nothing): a minute more at the start, then faster."""
     gradient_checkpointing: bool = False
@@ -134,7 +135,7 @@ class PretrainSettings(StageSettings):
     """Tokens of each such sample, or as many as the model has positions for."""
     max_spike: float = Field(8.0, gt=0)
     """A step whose loss is more than so many standard deviations above the mean of the last 100 is skipped, as is one
-    whose loss or gradient is not finite."""
+    whose loss or gradient is not finite. [PaLM; OPT]"""
     max_skipped: int = Field(3, ge=1)
     """After so many skipped steps in a row the stage goes back to the last checkpoint, and on with other data."""
     max_rollbacks: int = Field(3, ge=0)

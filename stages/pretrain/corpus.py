@@ -10,8 +10,9 @@ file's map: no process has more of a corpus in memory than what it is at.
 import hashlib
 import json
 import shutil
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rlhf.data.collate import Blocks
 from rlhf.data.documents import SURVEY, Documents, summary
-from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.errors import RefusedError
 from rlhf.data.mixture import Mixture
 from rlhf.data.sources import TextSource, digest
 from rlhf.data.streams import copied, copy_share, shares
+from rlhf.data.tokens import encode_documents
+from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import saying_what_cannot_be_written
 from rlhf.stages.disk import replace_text, swap_folder
-from rlhf.stages.models import load_tokenizer, why_not_loaded
+from rlhf.stages.models import check_positions, load_tokenizer, num_positions, why_not_loaded
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.ids import EVAL_FILE, TRAIN_FILE, has_tokens, join_parts, write_parts
 from rlhf.stages.pretrain.together import claimed, fill
@@ -56,7 +59,7 @@ def prepare(run: Runtime[PretrainSettings]) -> Corpus:
     length = block_size(settings)
     documents = Documents(settings, settings.stage)
     cache = run.folder.absolute().parent / "tokens"
-    text_key = _text_key(run, documents)
+    text_key = _text_key(settings, run.identity.data, documents)
     text = cache / f"text-{_short_hash([_LAYOUT, text_key])}"
     with saying_what_cannot_be_written(run.folder, cache.name):
         if is_trained_here(settings):
@@ -69,8 +72,7 @@ def prepare(run: Runtime[PretrainSettings]) -> Corpus:
             tokenizer = load_tokenizer(str(trained))
         else:
             tokenizer = existing_tokenizer(settings)
-        writes = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
-        folder = cache / _short_hash([_LAYOUT, text_key, writes])
+        folder = _tokens(cache, text_key, tokenizer)
         if not has_tokens(folder):
             survey(text, documents)
             fill(
@@ -85,22 +87,41 @@ def prepare(run: Runtime[PretrainSettings]) -> Corpus:
     return Corpus(tokenizer, *_rows(folder, meta, documents, length, settings.stage), length)
 
 
+def held_out_blocks(
+    folder: Path, settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase, make: bool
+) -> Blocks | None:
+    """What a finished stage was evaluated on, from the cache that it was trained from.
+
+    Where that is gone the text is read again, if it is to be made, else there is None.
+    """
+    documents, length = Documents(settings, settings.stage), block_size(settings)
+    text_key = _text_key(settings, Artifact(folder).manifest["data"], documents)
+    cached = _tokens(folder.absolute().parent / "tokens", text_key, tokenizer)
+    if has_tokens(cached):
+        meta = json.loads((cached / "meta.json").read_text(encoding="utf-8"))
+        ids: np.ndarray = np.memmap(cached / EVAL_FILE, meta["dtype"], "r")
+    elif make:
+        texts = (text for _, is_held_out, text in documents if is_held_out)
+        ids = np.fromiter(chain.from_iterable(encode_documents(tokenizer, texts)), dtype=np.int64)
+    else:
+        return None
+    return _held_out_rows(ids, length, settings.stage)
+
+
 def block_size(settings: PretrainSettings) -> int:
     """Tokens that the model sees of a row; refuses more than a model that is trained further has positions for."""
     if settings.model is None:
         return settings.block_size or settings.context_length
     try:
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False).get_text_config()
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RefusedError(
             f"no causal language model in '{settings.model}': {why_not_loaded(settings.model, error)}"
         ) from error
-    positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    if settings.block_size and settings.block_size > positions:
-        raise SettingsError(
-            f"pretrain.block_size is {settings.block_size}, but the model has {positions} positions; lower it"
-        )
-    return settings.block_size or min(settings.context_length, positions)
+    if settings.block_size is None:
+        return min(settings.context_length, num_positions(config))
+    check_positions("pretrain.block_size", settings.block_size, config)
+    return settings.block_size
 
 
 def survey(folder: Path, documents: Documents) -> None:
@@ -135,11 +156,10 @@ def _make_tokenizer(folder: Path, documents: Documents, settings: PretrainSettin
     swap_folder(writing, folder)
 
 
-def _text_key(run: Runtime[PretrainSettings], documents: Documents) -> list[Any]:
+def _text_key(settings: PretrainSettings, digests_of: Mapping[str, str], documents: Documents) -> list[Any]:
     """What decides which documents there are; weights do not, since they only say how often each is seen."""
-    settings = run.settings
     digests = [
-        [name, source.path, _digest(run.identity.data[name], source)]
+        [name, source.path, _digest(digests_of[name], source)]
         for name, source in (documents.sources | documents.eval_sources).items()
     ]
     rules = [settings.eval_share, settings.deduplicate, settings.min_document_length, settings.max_document_length]
@@ -155,6 +175,12 @@ def _short_hash(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
+def _tokens(cache: Path, text_key: list[Any], tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Where the ids of a text lie."""
+    writes = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
+    return cache / _short_hash([_LAYOUT, text_key, writes])
+
+
 def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file()
 
@@ -165,13 +191,17 @@ def _rows(
     """Blocks to train on, and those held out; a small held-out text makes one block of its own length."""
     tokens = np.memmap(folder / TRAIN_FILE, meta["dtype"], "r")
     held_out = np.memmap(folder / EVAL_FILE, meta["dtype"], "r")
-    eval_rows = Blocks(held_out, max(min(length, len(held_out) - 1), 1), f"{stage}.eval_data")
+    eval_rows = _held_out_rows(held_out, length, stage)
     weights = [source.weight for source in documents.sources.values() if source.weight is not None]
     if not weights:
         return Blocks(tokens, length, f"{stage}.data"), eval_rows
     ends = np.cumsum([part["tokens"] for part in meta["sources"]])
     parts = zip(documents.sources, np.split(tokens, ends), strict=False)  # the last ones are of eval_data, and empty
     return Mixture([Blocks(part, length, f"{stage}.{name}") for name, part in parts], weights), eval_rows
+
+
+def _held_out_rows(ids: np.ndarray, length: int, stage: str) -> Blocks:
+    return Blocks(ids, max(min(length, len(ids) - 1), 1), f"{stage}.eval_data")
 
 
 def _tell(run: Runtime[PretrainSettings], meta: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def write_parts(
                     is_last = end == found.documents  # to the end of the source: it may have become another one
                     _write_part(part, islice(texts, start - at, None if is_last else end - at), tokenizer)
                     at = end
-            say(f"tokenised {behind + end:,} documents", now_and_then=True)
+            say(f"tokenised {behind + end:,} document{'s' * (behind + end != 1)}", now_and_then=True)
         behind += found.documents
 
 

@@ -110,6 +110,10 @@ def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase
                     ranked.strengths.append(float(row.strengths[place]))
         if len(set(ranked.ranks)) > 1 or (settings.ties == "soft" and len(ranked.ranks) > 1):
             kept.append(ranked)
+    num_answers = sum(len(row.responses) for row in rows)
+    left_out = {"longer than max_length": too_long, "the same as another answer": same}
+    run.count_rows("answers, tokenised", num_answers - too_long - same, num_answers, left_out)
+    run.count_rows("prompts, tokenised", len(kept), len(rows), {"nothing to compare": len(rows) - len(kept)})
     if too_long or same:
         run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
     if not kept:

@@ -25,7 +25,8 @@ MAX_CHARACTERS = 500  # of each text of a worst pair
 ABOUT_EQUAL = 0.1  # two lengths that differ by no more than this share of the longer are about equal
 MAX_MARGINS = 4  # with more different margins, thirds
 TEMPERATURES = (0.01, 100.0)
-"""Bounds of the fit: the lower is met where every pair is right, the upper where scores are no better than chance."""
+"""Bounds of the fit. Where every pair is right there is no lowest temperature, and where scores are no better than
+chance no highest."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,18 @@ def report_card(rows: Sequence[Scored], scale: float = 1.0) -> tuple[dict[str, A
     if not pairs:
         raise ValueError("no two answers of different rank to the same prompt: there is nothing to measure")
     deltas = torch.tensor([pair.lead for pair in pairs], dtype=torch.float64) * scale
-    temperature = fit_temperature(deltas)
-    before, after = reliability(deltas), reliability(deltas / temperature)
+    temperature, before = fit_temperature(deltas), reliability(deltas)
+    after = [] if temperature is None else reliability(deltas / temperature)
+    calibrated = {} if temperature is None else {
+        "temperature": temperature, "ece_after_temperature": expected_calibration_error(after)
+    }  # fmt: skip
     chosen, rejected = best_and_worst(rows)
     figures = {
         "accuracy": accuracy_of(pairs),
         "prompt_accuracy": prompt_accuracy(pairs),
         "num_eval_pairs": len(pairs),
         "ece": expected_calibration_error(before),
-        "temperature": temperature,
-        "ece_after_temperature": expected_calibration_error(after),
+        **calibrated,
         "chosen_mean": chosen.mean().item(),
         "chosen_std": chosen.std(correction=0).item(),
         "rejected_mean": rejected.mean().item(),
@@ -196,17 +199,18 @@ def expected_calibration_error(bins: Sequence[dict[str, Any]]) -> float:
     return float(gaps / total)
 
 
-def fit_temperature(deltas: Tensor) -> float:
-    """The temperature T for which σ(Δ/T) explains the pairs best; above 1 the model is too sure of itself.
+def fit_temperature(deltas: Tensor) -> float | None:
+    """The temperature T for which σ(Δ/T) explains the pairs best; above 1 the model is too sure of itself. None where
+    there is none within TEMPERATURES.
 
     The likelihood is concave in 1/T, so its slope is brought to 0 by bisection, within TEMPERATURES.
     """
-    low, high = (torch.tensor(bound, dtype=torch.float64).log() for bound in TEMPERATURES)
+    lowest, highest = low, high = torch.tensor(TEMPERATURES, dtype=torch.float64).log().unbind()
     for _ in range(50):
         middle = (low + high) / 2
         slope = (deltas * (-deltas / middle.exp()).sigmoid()).mean()  # of the log-likelihood, along 1/T
         low, high = (low, middle) if slope > 0 else (middle, high)
-    return float(high.exp())
+    return None if low == lowest or high == highest else float(high.exp())
 
 
 def best_and_worst(rows: Sequence[Scored]) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ class RewardSettings(StageSettings):
     model: str | None = None
     """Folder or hub id of the backbone; the sft stage's model by default. A reward model keeps its head."""
     data: Source | None = None
-    """Rankings: rows with chosen and rejected, or K responses with their ranks; those of the feedback step by
-    default."""
+    """Rankings: rows with chosen and rejected, or K responses with their ranks; those of the feedback step by default.
+    [InstructGPT]"""
     eval_data: Source | None = None
     """Rankings for the held-out accuracy; by default a share of the prompts is held out."""
     judge: str | None = None
@@ -41,28 +41,29 @@ class RewardSettings(StageSettings):
     pooling: Literal["last", "mean"] = "last"
     """Where the score is read: at the last token, or averaged over the response's tokens."""
     loss: Literal["pairs", "plackett_luce", "best_of_k"] = "pairs"
-    """Ranking loss: mean over all pairs of a prompt (InstructGPT), listwise, or best against the rest."""
+    """Ranking loss: mean over all pairs of a prompt, listwise, or best against the rest. [InstructGPT, eq. 1; Luce
+    1959, Plackett 1975; Ziegler 2019]"""
     ties: Literal["drop", "soft"] = "drop"
     """Equal ranks: no pair, or a pair with label one half (not with plackett_luce)."""
     margin_scale: float = Field(0.0, ge=0)
-    """Margin of a pair per unit by which one answer's strength exceeds the other's (Llama 2); with loss pairs alone."""
+    """Margin of a pair per unit by which one answer's strength exceeds the other's; with loss pairs alone. [Llama 2]"""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Chance that a label is wrong."""
     centering: float = Field(0.0, ge=0)
-    """Weight of the squared sum of a pair's scores, which keeps scores near zero."""
+    """Weight of the squared sum of a pair's scores, which keeps scores near zero. [Eisenstein 2023]"""
     lm_coef: float = Field(0.0, ge=0)
-    """Weight of the language-modelling loss, a mean per token, on the best answers (Secrets of RLHF)."""
+    """Weight of the language-modelling loss, a mean per token, on the best answers. [Secrets of RLHF]"""
     normalise: Literal["answers", "reference", "none"] = "answers"
-    """Which training answers score 0 on average: all, the best of each prompt (as InstructGPT's demonstrations), or
-    neither: scores stay as they were learned."""
+    """Which training answers score 0 on average: all, the best of each prompt, or neither: scores stay as they were
+    learned. [InstructGPT; N+]"""
     unit_scale: bool = True
-    """Divide normalised scores by the standard deviation over all training answers."""
+    """Divide normalised scores by the standard deviation over all training answers. [Ziegler 2019]"""
     num_epochs: float = Field(1.0, gt=0)
-    """Passes over the prompts; more than one overfits with large models."""
+    """Passes over the prompts; more than one overfits with large models. [InstructGPT]"""
     global_batch_size: int = Field(64, ge=1)
-    """Prompts per optimiser step, over all processes; all answers of a prompt stay together."""
+    """Prompts per optimiser step, over all processes; all answers of a prompt stay together. [InstructGPT]"""
     learning_rate: float = Field(9e-6, ge=0)
-    """Peak learning rate; cosine to a tenth."""
+    """Peak learning rate; cosine to a tenth. [InstructGPT]"""
     warmup_share: float = Field(0.03, ge=0, lt=1)
     """Share of the steps spent in linear warm-up."""
     weight_decay: float = Field(0.0, ge=0)
@@ -71,7 +72,7 @@ class RewardSettings(StageSettings):
     """Gradient norm to clip at."""
     lora: LoraSettings | None = None
     """Train low-rank adapters and the head instead of all weights; model/ has them merged, and model/adapter/ as they
-    are, for ppo's `layout: adapters`."""
+    are, for ppo's `layout: adapters`. [LoRA]"""
     microbatch_tokens: int | None = Field(None, ge=1)
     """Tokens per forward pass on one device, padding included; prompts whose answers are of like length share one. By
     default there is no limit but microbatch_size, and 16384 for packed answers."""

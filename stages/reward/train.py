@@ -274,6 +274,11 @@ def read_rows(run: Runtime[RewardSettings]) -> tuple[list[Ranking], list[Ranking
     settings = run.settings
     assert settings.data is not None  # the pipeline fills it in
     keep_ties = settings.ties == "soft" or settings.judge is not None  # a judge ranks anew
-    rows = read_rankings(settings.data, settings.max_dropped, keep_ties).rows
-    given = read_rankings(settings.eval_data, settings.max_dropped, keep_ties).rows if settings.eval_data else None
-    return run.split(rows, given, lambda row: prompt_key(row.prompt))
+    loaded = read_rankings(settings.data, settings.max_dropped, keep_ties)
+    run.count_report("data", loaded.report)
+    given = None
+    if settings.eval_data:
+        held_out = read_rankings(settings.eval_data, settings.max_dropped, keep_ties)
+        run.count_report("eval_data", held_out.report)
+        given = held_out.rows
+    return run.split(loaded.rows, given, lambda row: prompt_key(row.prompt))

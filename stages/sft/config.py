@@ -38,7 +38,8 @@ class SFTSettings(StageSettings):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient norm to clip at."""
     lora: LoraSettings | None = None
-    """Train low-rank adapters instead of all weights; the saved model has them merged, so that every stage loads it."""
+    """Train low-rank adapters instead of all weights; the saved model has them merged, so that every stage loads it.
+    [LoRA]"""
     microbatch_tokens: int | None = Field(None, ge=1)
     """Tokens per forward pass on one device, padding included; rows of like length share one. By default there is no
     limit but microbatch_size, and 16384 for packed rows."""
@@ -48,7 +49,7 @@ class SFTSettings(StageSettings):
     compile: bool = False
     """torch.compile on a GPU (elsewhere it does nothing): a minute more at the start, then faster."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of trl.SFTConfig, passed on as they are."""
+    """Further fields of trl.SFTConfig, passed on as they are. [TRL]"""
 
     @field_validator("args")
     @classmethod

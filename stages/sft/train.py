@@ -76,9 +76,14 @@ def save(folder: Path, model: Any, settings: SFTSettings, tokenizer: PreTrainedT
 def read_rows(run: Runtime[SFTSettings]) -> tuple[list[Demonstration], list[Demonstration]]:
     """Training and held-out demonstrations."""
     settings = run.settings
-    rows = read_demonstrations(settings.data, settings.max_dropped).rows
-    given = read_demonstrations(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
-    return run.split(rows, given, lambda row: prompt_key(row.prompt))
+    loaded = read_demonstrations(settings.data, settings.max_dropped)
+    run.count_report("data", loaded.report)
+    given = None
+    if settings.eval_data:
+        held_out = read_demonstrations(settings.eval_data, settings.max_dropped)
+        run.count_report("eval_data", held_out.report)
+        given = held_out.rows
+    return run.split(loaded.rows, given, lambda row: prompt_key(row.prompt))
 
 
 def encode_rows(
@@ -88,6 +93,7 @@ def encode_rows(
     max_length = run.settings.max_length
     found = (encode_example(tokenizer, row.prompt, row.response, max_length) for row in rows)
     kept = EncodedRows(row for row in found if row is not None)
+    run.count_rows("tokenised", len(kept), len(rows), {"longer than max_length": len(rows) - len(kept)})
     if len(kept) < len(rows):
         text = f"{len(rows) - len(kept)} of {len(rows)} responses are longer than max_length {max_length}"
         if not kept:

@@ -96,7 +96,8 @@ def test_bad_rows_are_a_warning_not_an_error(write: Any) -> None:
     none = check(write({"prompt": "b", "answer": "x"}), "demonstrations")
     assert none["kept"] == 0
     assert none["warnings"] == [
-        "nothing usable is left; row 1: empty response: no column 'response' (columns found: prompt, answer)"
+        "nothing usable is left; row 1: empty response: no column 'response' (columns found: prompt, answer); "
+        "demonstrations need prompt and response, or messages; name yours with map: {prompt: YOURS}"
     ]
 
 
@@ -202,6 +203,7 @@ def test_a_tokenizer_that_is_none_is_refused(write: Any, tmp_path: Path, monkeyp
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", gone)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url: None)
     source = write({"prompt": "a"})
     (tmp_path / "broken.json").write_text("{}")
     for where, message in [

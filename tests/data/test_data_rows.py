@@ -150,9 +150,10 @@ def test_map_can_swap_two_columns(write: Any) -> None:
 
 def test_a_mapped_column_that_no_row_has_is_refused_with_those_found(write: Any) -> None:
     source = mapped(write({"question": "Q"}, {"answer": "A"}), prompt="questoin", response="answer")
-    with pytest.raises(
-        DataError, match=r"map: no column 'questoin' to read as prompt \(columns found: question, answer"
-    ):
+    with pytest.raises(DataError, match=r"map: no column 'questoin' to read as prompt; did you mean 'question'\?$"):
+        load(source, "demonstrations")
+    source = mapped(write({"question": "Q"}, {"answer": "A"}), prompt="title")
+    with pytest.raises(DataError, match=r"no column 'title' to read as prompt \(columns found: question, answer\)$"):
         load(source, "demonstrations")
 
 
@@ -162,8 +163,10 @@ def test_a_row_without_a_mapped_column_is_a_bad_row(write: Any) -> None:
 
 
 def test_a_name_that_is_not_ours_cannot_be_mapped(write: Any) -> None:
-    with pytest.raises(DataError, match="map: no column of ours is called 'promt'; there are text, prompt, "):
+    with pytest.raises(DataError, match=r"map: no column of ours is called 'promt'; did you mean 'prompt'\?$"):
         read_prompts(mapped(write({"question": "Q"}), promt="question"))
+    with pytest.raises(DataError, match="map: no column of ours is called 'title'; there are text, prompt, "):
+        read_prompts(mapped(write({"question": "Q"}), title="question"))
 
 
 def test_whitespace_inside_answers_is_kept(write: Any) -> None:
@@ -216,8 +219,14 @@ def test_blank_texts_alone_are_nothing(write: Any) -> None:
 
 def test_a_text_file_is_no_set_of_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Say hi\nSay bye\n")
-    with pytest.raises(DataError, match=r"a\.txt row 1: no prompt \(columns found: text\)"):
+    with pytest.raises(DataError) as caught:
         read_prompts(Source(path=str(tmp_path / "a.txt")))
+    assert str(caught.value).endswith(
+        "a.txt row 1: a text file is one document; prompts are rows of a CSV or JSON Lines file with prompt, or "
+        "messages. Nothing usable is left: kept 0 of 1 rows"
+    )
+    for kind in ("demonstrations", "preferences"):
+        assert counts(load(Source(path=str(tmp_path)), kind).report) == {"a text file is one document": (1, [1])}
 
 
 @pytest.mark.parametrize(
@@ -343,8 +352,7 @@ def test_bad_rows_are_refused_with_file_row_reason_and_cure(write: Any) -> None:
     with pytest.raises(DataError) as caught:
         read_demonstrations(write(*some_bad()))
     assert str(caught.value).partition("rows.jsonl")[2] == (
-        " row 2: empty response; demonstrations need prompt and response (or completion), or messages that "
-        "end with an assistant turn, so named or through map. kept 2 of 5 rows; 2 × empty response (rows 2, 5); "
+        " row 2: empty response. kept 2 of 5 rows; 2 × empty response (rows 2, 5); "
         "1 × completion is a number, not text (row 3). "
         "Repair them, or set max_dropped=0.6 to go on without them"
     )
@@ -370,8 +378,12 @@ def test_nothing_left_is_an_error_whatever_may_be_dropped(write: Any) -> None:
 
 
 def test_wrong_column_names_are_told_with_those_found(write: Any) -> None:
-    with pytest.raises(DataError, match=r"no column 'response' \(columns found: prompt, answer\)"):
+    with pytest.raises(DataError) as caught:
         read_demonstrations(write({"prompt": "q", "answer": "a"}))
+    assert str(caught.value).partition("rows.jsonl")[2] == (
+        " row 1: empty response: no column 'response' (columns found: prompt, answer); demonstrations need prompt and "
+        "response, or messages; name yours with map: {prompt: YOURS}. Nothing usable is left: kept 0 of 1 rows"
+    )
     with pytest.raises(DataError, match=r"no column 'text' \(columns found: body\)"):
         read_text(write({"body": "x"}))
 

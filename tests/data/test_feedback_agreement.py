@@ -6,7 +6,7 @@ import pytest
 from feedback_world import judged, vote
 
 from rlhf.data.feedback.agreement import agreed, agreement
-from rlhf.data.feedback.alpha import ordinal_alpha
+from rlhf.data.feedback.alpha import MIN_GROUPS, alpha_interval, ordinal_alpha
 from rlhf.data.feedback.bias import wilson
 
 # Four observers and twelve units, of Krippendorff 2011, Computing Krippendorff's Alpha-Reliability, section D.
@@ -25,6 +25,33 @@ def test_alpha_of_agreement_chance_and_its_opposite() -> None:
     assert ordinal_alpha([0, 0, 1, 1], [1, 1, 1, 1]) is None
     assert ordinal_alpha([0, 1, 2], [1, 2, 3]) is None
     assert ordinal_alpha([], []) is None
+
+
+def test_alphas_interval_takes_what_belongs_to_one_prompt_for_one_observation() -> None:
+    # 40 units, every fourth of them disputed, of forty prompts or four of each of ten
+    units = [unit for unit in range(40) for _ in range(2)]
+    values = [value for unit in range(40) for value in ((unit % 3, unit % 3) if unit % 4 else (0, 2))]
+    alpha = ordinal_alpha(units, values)
+    assert alpha is not None
+    apart = alpha_interval(units, values, range(40))
+    assert apart is not None
+    assert apart[0] < alpha < apart[1]
+    disputed_together = sorted(range(40), key=lambda unit: unit % 4)
+    prompt_of = {unit: place // 4 for place, unit in enumerate(disputed_together)}
+    together = alpha_interval(units, values, [prompt_of[unit] for unit in range(40)])
+    assert together is not None
+    assert together[1] - together[0] > 1.5 * (apart[1] - apart[0])  # twice as wide, were it a mean of independent ones
+
+
+def test_alpha_has_no_interval_where_there_are_few_prompts_or_nothing_varies() -> None:
+    def interval(num: int, *values: int) -> tuple[float, float] | None:
+        return alpha_interval([unit for unit in range(num) for _ in values], list(values) * num, range(num))
+
+    assert interval(MIN_GROUPS, 1, 2) is not None
+    assert interval(MIN_GROUPS - 1, 1, 2) is None
+    assert interval(MIN_GROUPS, 1, 1) is None
+    agreed_on = [value for unit in range(MIN_GROUPS) for value in (unit, unit)]
+    assert alpha_interval([u for u in range(MIN_GROUPS) for _ in "ab"], agreed_on, range(MIN_GROUPS)) == (1, 1)
 
 
 def test_rankings_agree_on_a_pair_wholly_by_half_or_not_at_all() -> None:

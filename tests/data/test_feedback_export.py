@@ -10,7 +10,7 @@ from feedback_world import asked, new, rank
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.examples import Ranking
 from rlhf.data.feedback.export import FORMS, Exported, export
-from rlhf.data.feedback.importing import import_rankings
+from rlhf.data.feedback.importing import import_gold, import_rankings
 from rlhf.data.feedback.resolve import dense
 from rlhf.data.feedback.store import Store
 from rlhf.data.rows import load
@@ -155,6 +155,75 @@ def test_what_was_exported_can_be_imported_and_a_second_time_adds_nothing(
         assert three.votes[0].scores == ([0.5, -1, 0] if form == "rankings" else None)
 
 
+def test_the_store_itself_is_not_written_over(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "s.jsonl") as store:
+        with pytest.raises(SettingsError, match="is the store itself"):
+            export(store, tmp_path / "s.jsonl", "rankings", force=True)
+        assert store.raters() == []
+
+
+def pair(better: str) -> dict[str, Any]:
+    return {"prompt": "q", "responses": ["x", "y"], "ranks": [1, 2] if better == "x" else [2, 1]}
+
+
+def test_another_file_of_the_same_name_is_refused_and_a_named_rater_changes_their_mind(tmp_path: Path) -> None:
+    sources = []
+    for folder, better in (("anna", "x"), ("bob", "y")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "r.jsonl").write_text(json.dumps(pair(better)))
+        sources.append(Source(path=str(tmp_path / folder / "r.jsonl")))
+    anna, bob = sources
+    with Store.create(tmp_path / "f.sqlite") as store:
+        import_rankings(store, anna)
+        with pytest.raises(SettingsError, match=r"in which 1 rankings of .*bob/r.jsonl are others; say with --rater"):
+            import_rankings(store, bob)
+        assert import_rankings(store, anna).num_known == 1
+        told = import_rankings(store, bob, rater="bob")
+        assert (told.num_rankings, told.num_replaced) == (1, 0)
+        told = import_rankings(store, anna, rater="bob")
+        assert (told.num_rankings, told.num_replaced) == (1, 1)
+        (found,) = store.rankings()
+        assert [(vote.rater.name, vote.ranks) for vote in found.votes] == [("r.jsonl", [1, 2]), ("bob", [1, 2])]
+
+
+def order(*places: int) -> list[dict[str, Any]]:
+    return [{"value": f"response-{i}", "rank": place} for i, place in enumerate(places, 1)]
+
+
+FIELDS = {"prompt": "q", "response-1": "x", "response-2": "y"}
+SAID = {"u1": order(1, 2), "u2": order(2, 1)}
+NESTED = {"best": [{"value": value, "status": "submitted", "user_id": user} for user, value in SAID.items()]}
+SERVER = [
+    {"user_id": user, "status": "submitted", "values": {"best": {"value": value}}} for user, value in SAID.items()
+]
+RANKER = [
+    {"completed_by": who, "result": [{"value": {"ranker": {"rank": ids}}}]}
+    for who, ids in (("u1", ["1", "2"]), ({"id": 7, "email": "u2"}, ["2", "1"]))
+]
+ITEMS = [{"id": "1", "body": "x"}, {"id": "2", "body": "y"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"fields": FIELDS, "responses": NESTED},
+        {"fields": FIELDS, "responses": SERVER},
+        FIELDS
+        | {"id": "1", "_server_id": None, "best.responses": list(SAID.values()), "best.responses.users": list(SAID)},
+        {"data": {"prompt": "q", "items": ITEMS}, "annotations": RANKER},
+    ],
+)
+def test_annotators_whom_an_export_names_are_raters_of_their_own(store: Store, write: Any, row: dict[str, Any]) -> None:
+    assert [ranking.ranks for ranking in load(write(row), "preferences", keep_ties=True).rows] in (
+        [[1.5] * 2],
+        [[1] * 2],
+    )
+    told = import_rankings(store, write(row), rater="team")
+    assert (told.num_rankings, told.num_prompts, told.raters) == (2, 1, ["team: u1", "team: u2"])
+    votes = [vote for found in store.rankings() for vote in found.votes if vote.rater.name.startswith("team")]
+    assert [(vote.rater.name, vote.ranks) for vote in votes] == [("team: u1", [1, 2]), ("team: u2", [2, 1])]
+
+
 def test_imported_rankings_join_a_prompt_with_the_same_answers_and_others_open_a_round(
     store: Store, write: Any
 ) -> None:
@@ -173,6 +242,20 @@ def test_imported_rankings_join_a_prompt_with_the_same_answers_and_others_open_a
         (1, [("rm", [1, 3, 2]), ("crowd", [2, 3, 1]), ("crowd (2)", [1, 2, 3])]),
         (2, [("crowd", [1, 2])]),
     ]
+
+
+def test_gold_questions_are_for_all_and_nobodys_ranking(store: Store, write: Any) -> None:
+    gold = write({"prompt": "r", "responses": ["z", "x", "y"], "ranks": [1, 2, 2]}, pair("x") | {"prompt": "new"})
+    before = [len(found.votes) for found in store.rankings()]
+    for _ in range(2):
+        assert import_gold(store, gold).num_prompts == 2
+    found = {judged.prompt_id: judged for judged in store.rankings()}
+    assert [len(judged.votes) for judged in found.values()] == before
+    assert (found[3].gold, found[3].overlap) == ([2, 2, 1], True)  # in the order of the store's answers: x, y, z
+    anna = store.add_rater("anna")
+    task = store.next_prompt(anna, target=0)  # what is for all is asked for whatever the target
+    assert task is not None
+    assert task.messages == [{"role": "user", "content": "new"}]
 
 
 def test_rows_that_cannot_be_used_stop_the_import_before_anything_is_stored(tmp_path: Path, write: Any) -> None:

@@ -99,3 +99,9 @@ def test_judges_count_where_no_person_has_ranked() -> None:
     assert votes_of(alone, "people") == []
     assert votes_of(both, "judges") == [rm]
     assert votes_of(both, "all") == [anna, rm]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_twenty_answers_are_no_harder_than_four(rule: Rule) -> None:
+    votes = [vote(name, *range(1, 21)) for name in ("anna", "bob")]
+    assert resolve(votes, rule).ranks == list(range(1, 21))

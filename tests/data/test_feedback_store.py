@@ -3,6 +3,7 @@
 import sqlite3
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from threading import Thread
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from feedback_world import asked, new, rank
 
 from rlhf.data.errors import DataError, SettingsError
-from rlhf.data.feedback import assign, schema
+from rlhf.data.feedback import assign, reading, schema
 from rlhf.data.feedback.records import Answer
 from rlhf.data.feedback.store import Store
 
@@ -74,10 +75,13 @@ def test_raters_have_a_name_a_kind_and_perhaps_a_token(store: Store, tmp_path: P
         store.add_rater("anna", "judge")
     with pytest.raises(DataError, match="another rater has this token"):
         store.add_rater("bob", token="sesame")
-    for name in ("", "x" * 101, "a\nb"):
+    for name in ("", "a\nb", "\u202eanna", "\u200d"):
         with pytest.raises(DataError, match="a rater's name has 1 to 100 characters"):
             store.add_rater(name)
-    assert [rater.name for rater in store.raters()] == ["anna"]
+    with pytest.raises(DataError, match="at most 100 characters, and 'xxxxxxxxxxxxxxxxxxxx'… has 101; shorten it"):
+        store.add_rater("x" * 101)
+    store.add_rater("محمد\u200cرضا")  # what parts letters in Persian is no letter, but belongs to the name
+    assert [rater.name for rater in store.raters()] == ["anna", "محمد\u200cرضا"]
     written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"anna" in written
     assert b"sesame" not in written
@@ -86,18 +90,50 @@ def test_raters_have_a_name_a_kind_and_perhaps_a_token(store: Store, tmp_path: P
 # -- who gets what -----------------------------------------------------------------------------------------
 
 
-def test_what_all_must_rate_comes_first_then_what_has_the_fewest_ratings(store: Store) -> None:
-    (often, its), (seldom, _), (all_, _) = (asked(store, q, "a", "b", overlap=q == "all") for q in ("1", "2", "all"))
+def test_what_all_must_rate_comes_first_then_what_others_have_begun(store: Store) -> None:
+    (new_, _), (begun, its), (all_, _) = (asked(store, q, "a", "b", overlap=q == "all") for q in ("1", "2", "all"))
     store.add_prompt("without answers")
     asked(store, "with one", "a")
+    newer, _ = asked(store, "newer", "a", "b", round=2)
     anna, bob = map(store.add_rater, ("anna", "bob"))
-    rank(store, often, anna, its, [1, 2])
+    rank(store, begun, anna, its, [1, 2])
     given = []
     while (task := store.next_prompt(bob, target=2)) is not None:
         given.append(task.prompt_id)
         store.skip(new(), task.prompt_id, bob)
-    assert given == [all_, seldom, often]
-    assert store.next_prompt(store.add_rater("cleo"), target=1).prompt_id == all_  # type: ignore[union-attr]
+    assert given == [newer, all_, begun, new_]
+    assert store.next_prompt(store.add_rater("cleo"), target=1).prompt_id == newer  # type: ignore[union-attr]
+
+
+def test_raters_who_stop_halfway_have_rated_the_same_prompts(store: Store) -> None:
+    for number in range(6):
+        asked(store, str(number), "a", "b", overlap=number == 5)
+
+    def rated(name: str, number: int, target: int) -> list[int]:
+        rater, done = store.add_rater(name), []
+        for _ in range(number):
+            task = store.next_prompt(rater, target=target)
+            assert task is not None
+            rank(store, task.prompt_id, rater, [answer.id for answer in task.answers], [1, 2])
+            done.append(task.prompt_id)
+        return done
+
+    assert rated("anna", 3, 2) == rated("bob", 3, 2) == [6, 1, 2]
+    assert rated("cleo", 3, 3) == [6, 1, 2]  # for a third rating, what has two comes before what has none
+
+
+def test_a_prompt_is_kept_from_others_only_where_those_who_have_it_in_hand_make_up_its_ratings(store: Store) -> None:
+    asked(store, "q", "a", "b")
+    anna, bob, cleo = map(store.add_rater, ("anna", "bob", "cleo"))
+    judge = store.add_rater("rm", "judge")
+    assert store.next_prompt(judge, target=2) is not None  # whose ratings are counted apart
+    assert store.next_prompt(anna, target=2) is not None
+    task = store.next_prompt(bob, target=2)
+    assert task is not None
+    assert store.next_prompt(cleo, target=2) is None
+    rank(store, task.prompt_id, bob, [answer.id for answer in task.answers], [1, 2])
+    assert store.next_prompt(cleo, target=2) is None  # one rating, and one in anna's hands
+    assert store.next_prompt(cleo, target=3) is not None
 
 
 def test_two_raters_at_once_get_different_prompts_until_one_has_gone(
@@ -215,9 +251,11 @@ def test_undo_takes_back_the_last_act_and_gives_its_prompt_again(store: Store) -
     assert task is not None
     assert (task.prompt_id, task.ranks) == (two, {})
     assert store.undo(anna, flagged) == task  # the same request again takes nothing more back
+    assert store.last_act(anna) == act
     assert store.undo(anna) == store.next_prompt(anna)
     assert store.next_prompt(anna).ranks == {ids[0]: 2, ids[1]: 1}  # type: ignore[union-attr]
     assert store.undo(anna) is None
+    assert store.last_act(anna) is None
     assert store.progress().num_rated == 0
     assert rank(store, one, anna, ids, [1, 2]) > act
     assert [vote.ranks for found in store.rankings() for vote in found.votes] == [[1, 2]]
@@ -238,7 +276,9 @@ def test_skips_and_flags_take_a_prompt_off_one_raters_list(store: Store) -> None
     assert [(found.num_skips, found.flags) for found in store.rankings()] == [(1, []), (0, ["not a question"])]
 
 
-def test_progress_counts_what_is_left_for_a_rater_and_the_median_time(store: Store) -> None:
+def test_progress_counts_what_is_left_for_a_rater_and_the_median_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = [asked(store, str(number), "a", "b", overlap=number == 0) for number in range(4)]
     asked(store, "one answer", "a")
     anna, bob = map(store.add_rater, ("anna", "bob"))
@@ -249,6 +289,8 @@ def test_progress_counts_what_is_left_for_a_rater_and_the_median_time(store: Sto
     assert [(own.num_rated, own.num_left) for own in found.raters] == [(3, 1), (0, 2)]  # bob: the overlap and the last
     assert [own.num_left for own in store.progress(target=2).raters] == [1, 4]
     assert store.progress(bob).seconds is None
+    monkeypatch.setattr(reading, "RECENT", 2)
+    assert store.progress(anna).seconds == 5.5  # of the last two
 
 
 # -- rounds ------------------------------------------------------------------------------------------------
@@ -258,6 +300,7 @@ def test_undo_leaves_earlier_rounds_whose_answers_are_not_shown_any_more(store: 
     prompt, anna, ids = _one(store, "q")
     rank(store, prompt, anna, ids, [1, 2])
     asked(store, "q", "a", "d", round=2)
+    assert store.last_act(anna) is None
     assert store.undo(anna) is None
     assert [(found.round, found.votes[0].ranks) for found in store.rankings()] == [(1, [1, 2])]
 
@@ -279,6 +322,21 @@ def test_answers_of_a_new_round_open_the_prompt_again_and_the_old_ranking_stays(
     assert store.progress().num_rated == 1
 
 
+def test_a_skip_is_of_the_round_that_the_rater_saw(store: Store) -> None:
+    prompt, anna, _ = _one(store, "q")
+    asked(store, "q", "a", "d", round=2)
+    store.skip(new(), prompt, anna, round=1)
+    assert store.next_prompt(anna).round == 2  # type: ignore[union-attr]
+    store.flag(new(), prompt, anna, "no question")
+    assert [(found.round, found.num_skips, found.flags) for found in store.rankings()] == [
+        (1, 1, []),
+        (2, 0, ["no question"]),
+    ]
+    for round_ in (0, 3, True):
+        with pytest.raises(DataError, match=f"prompt 1: no round {round_}; the newest is 2"):
+            store.skip(new(), prompt, anna, round=round_)
+
+
 def test_gold_ranks_are_found_by_the_answers_texts(store: Store) -> None:
     prompt, ids = asked(store, "q", "bad", " good\n", "other", gold_ranks={"good": 1, "bad": 2})
     rank(store, prompt, store.add_rater("anna"), ids, [1, 2, 3])
@@ -288,6 +346,16 @@ def test_gold_ranks_are_found_by_the_answers_texts(store: Store) -> None:
 
 
 # -- the file ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_written_into_a_file_that_is_gone(store: Store, tmp_path: Path) -> None:
+    prompt, anna, ids = _one(store, "q")
+    store.path.rename(tmp_path / "away")
+    with pytest.raises(DataError, match="the file was moved, replaced or deleted while it was open"):
+        rank(store, prompt, anna, ids, [1, 2])
+    (tmp_path / "away").rename(store.path)
+    assert store.progress().num_rated == 0
+    rank(store, prompt, anna, ids, [1, 2])
 
 
 def test_what_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
@@ -328,8 +396,77 @@ def test_a_store_of_a_newer_release_is_refused_and_one_of_an_older_brought_up_to
         for _ in range(2):
             with Store.open(path) as store:
                 assert store._db.execute("SELECT priority FROM prompts").fetchall() == [(2.0,)]
-    with pytest.raises(DataError, match=r"written by a newer release \(its version is 2, known here are up to 1\)"):
+    with pytest.raises(DataError, match=r"written by a newer release \(its version is 3, known here are up to 2\)"):
         Store.open(path)
+
+
+def counted(store: Store) -> tuple[set[Any], set[Any]]:
+    """What the store counts as it goes, and the same counted anew."""
+    kept = "SELECT 0, '', * FROM counts WHERE num UNION ALL SELECT * FROM dealt WHERE num"
+    sort = "p.round, p.overlap, p.num_people, p.num_judges"
+    anew = f"""SELECT 0, '', {sort}, count(*) FROM prompts p WHERE ready GROUP BY {sort}
+        UNION ALL SELECT a.rater_id, a.kind, {sort}, count(*) FROM acts a
+        JOIN prompts p ON p.id = a.prompt_id AND p.round = a.round
+        WHERE a.undone_at IS NULL AND ready GROUP BY a.rater_id, a.kind, {sort}"""
+    return set(store._db.execute(kept)), set(store._db.execute(anew))
+
+
+def test_what_is_counted_as_it_happens_is_what_is_there(store: Store) -> None:
+    """Three raters do what they can, by chance, while rounds and answers come."""
+    chance = Random(0)
+    raters = [store.add_rater(name, kind) for name, kind in (("anna", "person"), ("bob", "person"), ("rm", "judge"))]
+    prompts = [asked(store, str(number), "a", "b", overlap=number < 2)[0] for number in range(5)]
+    seen = set()
+    for _ in range(150):
+        rater, prompt = chance.choice(raters), chance.choice(prompts)
+        newest = max(answer.round for answer in store.answers(prompt))
+        round_ = chance.randint(1, newest)
+        what = chance.choices(("rank", "skip", "flag", "undo", "round"), (6, 2, 2, 3, 1))[0]
+        if what == "rank":
+            rank(store, prompt, rater, [answer.id for answer in store.answers(prompt, round_)], [1, 2])
+        elif what == "skip":
+            store.skip(new(), prompt, rater, round=round_)
+        elif what == "flag":
+            store.flag(new(), prompt, rater, "x", round=round_)
+        elif what == "undo":
+            store.undo(rater)
+        else:
+            store.add_answers(prompt, [Answer(text, "m", round=newest + 1) for text in "ab"])
+        kept, anew = counted(store)
+        assert kept == anew
+        seen |= kept
+    assert len(seen) > 100
+    before = counted(store)[0]
+    with suppress(KeyError), store.batch():
+        rank(store, prompts[0], raters[0], [answer.id for answer in store.answers(prompts[0], 1)], [1, 2])
+        store.undo(raters[1])
+        raise KeyError
+    assert counted(store)[0] == before
+
+
+def test_a_store_of_the_first_version_is_counted_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f.sqlite"
+    with monkeypatch.context() as older:
+        older.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+        with Store.create(path) as store:
+            made = [asked(store, str(number), "a", "b", overlap=number == 0) for number in range(3)]
+            asked(store, "one answer", "a")
+            anna, bob = map(store.add_rater, ("anna", "bob"))
+            rank(store, *made[0][:1], anna, made[0][1], [1, 2])
+            store.skip(new(), made[1][0], bob)
+            rank(store, made[2][0], bob, made[2][1], [1, 2])
+            store.undo(bob)
+    with Store.open(path) as store:
+        kept, anew = counted(store)
+        assert kept == anew
+        assert [(own.num_rated, own.num_skipped, own.num_left) for own in store.progress().raters] == [
+            (1, 0, 2), (0, 1, 2),
+        ]  # fmt: skip
+        rank(store, made[1][0], anna, made[1][1], [1, 2])
+        kept, anew = counted(store)
+        assert kept == anew
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

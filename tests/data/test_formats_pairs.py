@@ -170,7 +170,7 @@ def test_webgpt_prefers_the_answer_with_the_higher_score_and_zero_is_a_tie() -> 
 
 
 def test_webgpt_questions_without_text_are_named() -> None:
-    loaded = read(webgpt(1, "Why?"), webgpt(1, {"dataset": "quiz"}), webgpt(1) | {"score_1": None})
+    loaded = read(webgpt(1, ["Why?"]), webgpt(1, {"dataset": "quiz"}), webgpt(1) | {"score_1": None})
     assert dropped(loaded) == {
         "question is not an object with full_text": [1],
         "empty prompt": [2],

@@ -148,10 +148,11 @@ class Tab:
     def text(self, selector: str = "body") -> str:
         return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
 
-    def key(self, key: str) -> None:
+    def key(self, key: str, code: str = "") -> None:
+        """By what it writes; `code` says where it is, on keyboards that write something else there."""
         text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
-        code = KEYS.get(key, ord(key.upper()) if len(key) == 1 else 0)
-        named = {"key": key, "windowsVirtualKeyCode": code}
+        number = KEYS.get(key, ord(key.upper()) if len(key) == 1 else 0)
+        named = {"key": key, "code": code, "windowsVirtualKeyCode": number}
         self.tell("Input.dispatchKeyEvent", type="keyDown", text=text, **named)
         self.tell("Input.dispatchKeyEvent", type="keyUp", **named)
 

@@ -5,11 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import huggingface_hub
 import pytest
 from pipeline_world import ROWS, FakeStages, write_recipe, write_rows
 
-from rlhf.pipeline import cli, launch, report
+from rlhf.pipeline import cli, evaluation, launch, report
 from rlhf.stages.artifact import STAGES
+
+
+@pytest.fixture(autouse=True)
+def _hub_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any name may be a model's on the hub, which is not asked."""
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
 
 
 @pytest.fixture
@@ -19,6 +26,10 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> FakeStages:
         module = ModuleType(f"rlhf.stages.{stage}.train")
         module.train = lambda folder, stage=stage: fake.train(stage, Path(folder))  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    module = ModuleType("rlhf.stages.evaluation.evaluate")
+    module.evaluate = fake.evaluate  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(evaluation, "stays_in_process", lambda *_: True)
     monkeypatch.setattr(launch, "stays_in_process", lambda *_: True)  # whatever this machine has
     monkeypatch.setattr(report, "render", fake.render)
     return fake

@@ -9,6 +9,13 @@ from omegaconf import OmegaConf
 
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.stages.artifact import identify, read_settings, seal
+from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.evaluation.subjects import find_subjects
+
+SHOWN = (
+    "text_perplexity", "response_perplexity", "kl", "length", "eos_share", "distinct_2", "repetition", "refusal_share",
+)  # fmt: skip
+"""Figures of an evaluation that are one number each."""
 
 
 class FakeStages:
@@ -21,6 +28,10 @@ class FakeStages:
         self.metrics: dict[str, dict[str, float]] = {}
         """Final metrics of a stage beside its loss."""
         self.reports = 0
+        self.evaluated: list[list[str]] = []
+        """The models of each evaluation."""
+        self.in_evaluation: Callable[[], None] = lambda: None
+        """Called in each."""
 
     def train(self, stage: str, folder: Path) -> None:
         self.trained.append(stage)
@@ -33,6 +44,19 @@ class FakeStages:
         (folder / "model" / "config.json").write_text(json.dumps({"made_by": identity.key}))
         seal(folder, identity, {"loss": 1.5, **self.metrics.get(stage, {})}, 1, {})
         (folder / "status.json").write_text('{"state": "done", "step": 10, "steps": 10, "message": ""}')
+
+    def evaluate(
+        self, run_dir: Path, done: dict[str, Path], asked: EvaluationSettings, say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        self.in_evaluation()
+        subjects = find_subjects(run_dir, done)
+        self.evaluated.append(list(subjects))
+        figures = dict.fromkeys(("score", "quality", "kl_interval", *SHOWN))
+        models = {name: figures | {"model": one.name, "digest": one.digest} for name, one in subjects.items()}
+        found = {"form": asked.form, "models": models, "pairs": [], "best_of_n": None, "tasks": None}
+        (run_dir / "evaluation.json").write_text(json.dumps(found))
+        (run_dir / "evaluation.jsonl").write_text("")
+        return found
 
     def render(self, run_dir: Path) -> Path:
         self.reports += 1

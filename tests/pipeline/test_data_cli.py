@@ -67,8 +67,8 @@ def test_check_draws_tables_on_a_terminal(rlhf: Call, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "dumb")  # without colours
     code, out, _ = rlhf("data", "check", "r.jsonl", "--as", "preferences")
     assert code == 0
-    assert "┃ rows ┃ kept ┃ prompts ┃" in out
-    assert "│ 1       │ identical answers at different ranks: 'x' │ (row 3) │" in out
+    assert " rows  kept  prompts " in out
+    assert " 1        identical answers at different ranks: 'x'  (row 3) " in out
 
 
 def test_json_is_all_that_is_printed_if_asked_for(rlhf: Call) -> None:
@@ -112,13 +112,24 @@ def test_a_format_can_be_named(rlhf: Call) -> None:
     assert json.loads(Path("out.jsonl").read_text()) == {"prompt": "q", "responses": ["x", "y"], "ranks": [1, 2]}
 
 
+def test_rows_of_which_none_can_be_used_are_an_error_and_its_columns_are_told_once(rlhf: Call) -> None:
+    Path("w.jsonl").write_text('{"question": "a", "reply": "b"}\n')
+    code, out, err = rlhf("data", "check", "w.jsonl", "--as", "demonstrations")
+    assert (code, out.count("question"), "warning" in out) == (2, 1, False)
+    assert err == (
+        "error: w.jsonl: nothing usable is left; demonstrations need prompt and response, or messages; name yours with "
+        "map: {prompt: YOURS}\n"
+    )
+    assert rlhf("data", "check", "w.jsonl", "--as", "demonstrations", "--json")[::2] == (2, err)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--max-length", "8"), "--max-length 8: "),
         (("--against-as", "prompts"), "--against-as prompts: say with --against PATH"),
         (("--against", "gone.jsonl"), "gone.jsonl: no such file"),
-        (("--format", "nektar"), "r.jsonl: format: no format of preferences is called 'nektar'; there are "),
+        (("--format", "nektar"), "r.jsonl: format: no format of preferences is called 'nektar'; did you mean"),
         (("--tokenizer", "/proc"), "--tokenizer /proc: no tokenizer.json in this folder"),
     ],
 )

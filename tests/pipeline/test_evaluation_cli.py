@@ -1,6 +1,7 @@
 """Evaluations of a run: brief ones after stages, which fail no run, and those that `rlhf eval` is asked for."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,46 @@ def test_eval_refuses_what_cannot_be_meant(
     rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
     code, _, err = rlhf("eval", *words)
     assert (code, message in err) == (2, True)
+
+
+def test_eval_says_how_far_it_is(world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lines where there is no terminal, but not between the figures of --json."""
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
+
+    def evaluate(run_dir: Path, done: dict[str, Path], asked: EvaluationSettings, say: Any) -> dict[str, Any]:
+        say("base: 0 of 512 answers")
+        return stages.evaluate(run_dir, done, asked, say)
+
+    monkeypatch.setattr(sys.modules["rlhf.stages.evaluation.evaluate"], "evaluate", evaluate)
+    assert rlhf("eval", "run")[1].splitlines()[0] == "base: 0 of 512 answers"
+    assert json.loads(rlhf("eval", "run", "--json")[1])["form"] == "full"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    code, _, err = rlhf("eval", "run")
+    assert (code, "run: cannot be written to, and the figures go there" in err) == (2, True)
+    assert stages.evaluated == [BASE]
+
+
+def test_a_run_ends_with_the_verdict_on_each_stage(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    stages.metrics = {
+        "sft": {"eval_loss": 1.0, "base_eval_loss": 2.0},
+        "ppo": {"kl": 5.0, "win_rate": 0.2, "num_eval_prompts": 100, "true_quality": 0.3, "sft_true_quality": 0.5},
+    }
+    said = rlhf("run", "recipe.yaml", "--run-dir", "run")[1].splitlines()
+    verdicts = said[next(n for n, line in enumerate(said) if line.startswith("ppo  ")) + 1 :]
+    assert verdicts[:2] == [
+        "? Pretraining tells no held-out loss, so nothing is known of what it learned.",
+        "✓ SFT learned: held-out loss 2.00 → 1.00.",
+    ]
+    assert verdicts[3].startswith(
+        "✗ PPO made it worse: win rate over SFT by the judge 0.20 (100 prompts, 95 % interval"
+    )
+    assert verdicts[4] == "report: run/report.html"
 
 
 def test_a_judge_that_fails_is_a_failure(world: Path, stages: FakeStages, rlhf: Call) -> None:

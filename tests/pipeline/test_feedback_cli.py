@@ -49,6 +49,7 @@ def test_agreement_as_json_is_what_the_function_finds(rlhf: Call) -> None:
         "num_shared_prompts",
         "num_rankings",
         "alpha",
+        "alpha_interval",
         "agreement",
         "pairs",
         "raters",
@@ -90,6 +91,32 @@ def test_import_makes_the_store_and_says_what_came_in(rlhf: Call) -> None:
     assert "there before: 4" in out
     with Store.open("new.sqlite") as store:
         assert [one.votes[0].ranks for one in store.rankings()] == [[1, 2, 2]] * 4
+
+
+@pytest.mark.parametrize("more", [[], ["--gold"]])
+def test_an_import_that_is_refused_leaves_no_store_behind_and_one_that_was_there_alone(
+    rlhf: Call, more: list[str]
+) -> None:
+    Path("bad.jsonl").write_text('{"prompt": "q", "chosen": "a"}\n')
+    assert rlhf("data", "import", "bad.jsonl", "new.sqlite", *more)[0] == 2
+    assert rlhf("data", "import", "bad.jsonl", "empty.sqlite", *more)[0] == 2
+    assert sorted(path.name for path in Path().glob("*.sqlite*")) == ["empty.sqlite", "f.sqlite"]
+
+
+def test_a_raters_name_that_is_too_long_for_an_import_is_refused(rlhf: Call) -> None:
+    Path("one.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
+    code, _, err = rlhf("data", "import", "one.jsonl", "f.sqlite", "--rater", "x" * 51)
+    assert code == 2
+    assert "'xxxxxxxxxxxxxxxxxxxx'…: has 51 characters; at most 50 here" in err
+
+
+def test_gold_questions_are_imported_and_have_no_rater(rlhf: Call) -> None:
+    rlhf("data", "export", "f.sqlite", "o.jsonl", "--as", "rankings", "--rule", "mean_rank")
+    code, out, err = rlhf("data", "import", "o.jsonl", "new.sqlite", "--gold")
+    assert (code, out, err) == (0, "new.sqlite: 4 gold questions from o.jsonl (prompt, responses, ranks)\n", "")
+    code, _, err = rlhf("data", "import", "o.jsonl", "new.sqlite", "--gold", "--rater", "anna")
+    assert code == 2
+    assert "--rater: gold questions are nobody's rankings" in err
 
 
 def test_what_is_no_store_or_an_empty_one_is_refused(rlhf: Call) -> None:

@@ -149,8 +149,8 @@ def test_it_says_how_it_is_used(words: list[str], capsys: pytest.CaptureFixture[
         cli.main(["follow", *words])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "Usage: " in said
-    assert "MACHINE" in said
+    assert said.startswith("error: rlhf follow: ")
+    assert ("MACHINE" if words else "RUN") in said
 
 
 def test_the_command_ends_with_the_code_of_what_it_followed(

@@ -96,16 +96,18 @@ def test_what_is_read_as_nothing_is_named_with_the_cure(here: Path, rlhf: Call) 
     write_rows(here / "demos.jsonl", DEMONSTRATIONS)
     write_rows(here / "odd.jsonl", [{"foo": 1}])
     Path("empty.jsonl").write_text("")
+    Path("sheet.xlsx").write_bytes(b"PK")
     write_rows(here / "both.jsonl", [{"question": "a", "answer": "b", "instruction": "c", "output": "d"}])
     code, out, _ = rlhf("init", "mine")
     assert code == 0
     told = {line.split(": ")[1]: line for line in out.splitlines() if line.startswith("left out: ")}
     assert "columns found: foo" in told["odd.jsonl"]
-    assert "rlhf data check odd.jsonl --as KIND --map NAME=COLUMN" in told["odd.jsonl"]
+    assert told["odd.jsonl"].endswith("say which is which: --map prompt=foo …")
     assert "it is empty" in told["empty.jsonl"]
+    assert told["sheet.xlsx"].endswith("a spreadsheet's own file; save the sheet as CSV (UTF-8)")
     assert "can be read in several ways" in told["both.jsonl"]
     assert "{path: both.jsonl, format: …}" in told["both.jsonl"]
-    assert "#   odd.jsonl: nothing that is known" in Path("mine.yaml").read_text()
+    assert "#   odd.jsonl: no columns that are known" in Path("mine.yaml").read_text()
     assert recipe().stages == ["sft"]
 
 
@@ -116,6 +118,25 @@ def test_nothing_to_run_is_refused_and_nothing_is_written(here: Path, rlhf: Call
     assert "no stage can run from what lies here" in err
     assert "ppo: there is no reward" in err
     assert os.listdir(here) == ["asked.jsonl"]
+
+
+def test_without_a_data_file_it_says_what_would_be_one_and_where_some_may_lie(here: Path, rlhf: Call) -> None:
+    assert rlhf("init", "mine")[2] == (
+        "error: mine: there are no data files here (.jsonl, .json, .csv, .tsv, .parquet, .txt); name some, or folders "
+        "or hub ids: rlhf init mine FILES …\n"
+    )
+    for name in ("texts", "code", ".hidden"):
+        Path(name).mkdir()
+    for name in ("texts/a.txt", ".hidden/a.txt", "code/a.py", "notes.md", "README.md"):
+        Path(name).write_text(TEXT)
+    assert [line.split(": rlhf")[0] for line in rlhf("init", "mine")[2].splitlines()[1:]] == [
+        "notes.md: looked at only where it is named", "texts: looked at only where it is named"
+    ]  # fmt: skip
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    assert "left out: texts: looked at only where it is named: rlhf init mine texts …" in rlhf("init", "mine")[1]
+    assert recipe().stages == ["sft"]
+    rlhf("init", "other", "texts", "notes.md", "demos.jsonl")
+    assert load_recipe("other.yaml").stages == ["pretrain", "sft"]
 
 
 def test_nothing_is_written_over(here: Path, rlhf: Call) -> None:
@@ -187,3 +208,94 @@ def test_odd_names_of_files_survive(here: Path, rlhf: Call) -> None:
         Path("mine.yaml").unlink(missing_ok=True)
         assert rlhf("init", "mine", name)[0] == 0
         assert sections()["sft"].data.path == name
+
+
+def test_a_map_is_for_the_files_that_it_makes_more_of_and_stands_in_the_recipe(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", [{"Frage": row["prompt"], "Antwort": row["response"]} for row in DEMONSTRATIONS])
+    write_rows(here / "pairs.jsonl", [row | {"Frage": 1} for row in RANKINGS])
+    names = ("--map", "prompt=frage", "--map", "response=Antwort")
+    assert rlhf("init", "mine", *names)[0] == 0
+    found = sections()
+    assert found["sft"].data.map == {"prompt": "frage", "response": "Antwort"}
+    assert (found["reward"].data.path, found["reward"].data.map) == ("pairs.jsonl", {})
+    told = rlhf("init", "other", "demos.jsonl", "--map", "prompt=Frgae")[2]
+    assert told == "error: --map prompt=Frgae: no file has such a column and needs it; did you mean 'Frage'?\n"
+
+
+def test_a_map_may_name_its_file(here: Path, rlhf: Call) -> None:
+    write_rows(here / "both.jsonl", [row | {"Frage": f"{row['prompt']} Say."} for row in DEMONSTRATIONS])
+    write_rows(here / "story.jsonl", [{"Frage": TEXT, "body": TEXT}])
+    assert rlhf("init", "mine", "--map", "both.jsonl:prompt=Frage", "--map", "story.jsonl:text=body")[0] == 0
+    found = sections()
+    assert found["sft"].data.map == {"prompt": "Frage"}
+    assert found["pretrain"].data[0].map == {"text": "body"}
+    assert "  data: {path: both.jsonl, map: {prompt: Frage}}" in Path("mine.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("prompt", "write NAME=COLUMN or FILE:NAME=COLUMN"),
+        ("promt=Frage", "no column of ours is called 'promt'; did you mean 'prompt'?"),
+        ("gone.csv:prompt=Frage", "gone.csv is not among the files; there are demos.jsonl"),
+    ],
+)
+def test_a_map_that_says_nothing_is_refused(here: Path, rlhf: Call, given: str, message: str) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    code, out, err = rlhf("init", "mine", "--map", given)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: --map {given}: {message}")
+
+
+def many(num: int) -> list[dict[str, str]]:
+    return [{"prompt": f"What is {n}?", "response": f"It is {n}."} for n in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs"),
+    [
+        (60, 4, 5),  # 54 to train on are 14 steps of 4, so that 5 passes make 70
+        (300, 8, 2),  # 270 are 34 of 8, and 2 passes 68
+        (2000, 16, 2),  # 1800 are 113 of 16
+        (10, 4, 10),  # 9 are 3 of 4, and more than 10 passes learn them by heart
+    ],
+)
+def test_few_rows_are_gone_through_in_small_batches_until_there_are_enough_steps(
+    here: Path, rlhf: Call, rows: int, batch: int, epochs: int
+) -> None:
+    Path("story.txt").write_text(TEXT)
+    write_rows(here / "demos.jsonl", many(rows))
+    rlhf("init", "mine")
+    sft = sections()["sft"]
+    assert (sft.global_batch_size, sft.num_epochs) == (batch, epochs)
+
+
+def test_the_recipe_says_why_it_takes_so_many_steps(here: Path, rlhf: Call) -> None:
+    Path("story.txt").write_text("To be or not to be. " * 500)
+    write_rows(here / "demos.jsonl", many(60))
+    write_rows(here / "pairs.jsonl", [{"prompt": r["prompt"], "chosen": "a", "rejected": "b"} for r in many(60)])
+    write_rows(here / "asked.jsonl", PROMPTS)
+    rlhf("init", "mine")
+    text = " ".join(Path("mine.yaml").read_text().replace("#", "").split())
+    assert "70 optimiser steps: 54 rows to train on, 4 a step, 5 times over." in text
+    # 10,000 characters, of which 9,000 are trained on: 4,500 tokens, 40 times over, in steps of 16 blocks of 64.
+    assert "So many, 16 blocks of 64 tokens each, go through the text some 40 times. num_steps: 175" in text
+    assert "With 4 to train on, a prompt is answered up to 4 times in each. rollout_batch_size: 16" in text
+
+
+def test_what_is_held_out_of_a_few_rows_is_warned_of(here: Path, rlhf: Call) -> None:
+    write_rows(here / "few.jsonl", many(10))
+    assert "warning: sft: of the 10 prompts of few.jsonl about 1 is held out" in rlhf("init", "mine", "few.jsonl")[1]
+    write_rows(here / "few_test.jsonl", many(10))
+    write_rows(here / "many.jsonl", many(100))
+    assert "warning" not in rlhf("init", "own", "few.jsonl", "few_test.jsonl")[1]
+    assert "warning" not in rlhf("init", "more", "many.jsonl")[1]
+
+
+def test_a_file_that_is_not_used_says_why_on_its_line(here: Path, rlhf: Call) -> None:
+    for name in ("demos.jsonl", "more.jsonl"):
+        write_rows(here / name, DEMONSTRATIONS)
+    write_rows(here / "asked.jsonl", PROMPTS)
+    lines = {line.split()[0]: line for line in rlhf("init", "mine")[1].splitlines()}
+    assert "not used: there is no reward: it takes rankings, ppo.reward_model or ppo.rewards" in lines["asked.jsonl"]
+    assert "not used: demonstrations as in demos.jsonl, and a stage has one source" in lines["more.jsonl"]

@@ -7,8 +7,7 @@ import pytest
 from pipeline_world import FakeStages
 
 from rlhf.data.errors import SettingsError
-from rlhf.pipeline.model_cli import model_at
-from rlhf.pipeline.tools_cli import POLICIES
+from rlhf.pipeline.references import POLICIES, model_at
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -39,10 +38,11 @@ def test_what_holds_no_model_is_refused_by_what_it_is(run: Path) -> None:
     Path("empty").mkdir()
     for reference, message in (
         (str(sft), "this stage is not finished; `rlhf status run`"),
-        ("empty", "neither a model"),
-        ("./nowhere", "no such folder"),
-        ("a/b/c", "no such folder"),
-        ("text.jsonl", "no such folder"),
+        ("empty", "holds no config.json"),
+        ("./nowhere", "no folder './nowhere'"),
+        ("a/b/c", "no folder 'a/b/c'"),
+        ("runs/none", "no folder 'runs/none'"),  # which could be a hub id, too
+        ("text.jsonl", "text.jsonl is a file"),
     ):
         with pytest.raises(SettingsError, match=message):
             model_at(reference, POLICIES)

@@ -24,14 +24,16 @@ def test_run_shows_stages_then_a_table_then_the_report(world: Path, stages: Fake
     assert (code, err) == (0, "")
     assert lines[0].startswith("pretrain: run pretrain-")
     assert lines[1].startswith("pretrain: done in 0.")
-    assert [line.split()[:2] for line in lines[-6:-1]] == [
+    table = next(place for place, line in enumerate(lines) if line.startswith("stage "))
+    assert [line.split()[:2] for line in lines[table : table + 5]] == [
         ["stage", "status"],
         ["pretrain", "done"],
         ["sft", "done"],
         ["reward", "planned"],
         ["ppo", "planned"],
     ]
-    assert lines[-1] == "report: runs/recipe/report.html"
+    assert lines[-2] == "report: runs/recipe/report.html"
+    assert lines[-1].startswith("next: rlhf chat runs/recipe, rlhf eval runs/recipe ")
 
 
 def test_help_lists_the_commands_in_the_order_in_which_they_are_wanted(rlhf: Call) -> None:
@@ -100,7 +102,7 @@ def test_status_marks_an_over_optimised_run(world: Path, stages: FakeStages, rlh
         (("plan", "recipe.yaml", "sft.data=gone.jsonl"), "gone.jsonl"),
         (("status", "nowhere"), "nowhere: not a run folder"),
         (("report", "nowhere"), "nowhere: not a run folder"),
-        (("eval", "nowhere"), "nowhere: no finished ppo stage"),
+        (("eval", "nowhere"), "nowhere: not a run folder"),
         (("data", "check", "gone.jsonl", "--as", "text"), "gone.jsonl"),
         (("data", "check", "text.jsonl", "--as", "prose"), "prose"),
         (("data", "check", "prompts.jsonl", "--as", "prompts", "--map", "prompt"), "--map prompt: write NAME=COLUMN"),
@@ -213,25 +215,17 @@ def test_a_damaged_manifest_is_refused_with_its_path(world: Path, stages: FakeSt
     assert rlhf("status", "run")[0] == 0
 
 
-def test_eval_and_chat_become_a_process_that_may_import_torch(
-    world: Path,
-    stages: FakeStages,
-    rlhf: Call,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rlhf("run", "recipe.yaml", "--run-dir", "run")
+def test_chat_becomes_a_process_that_may_import_torch(rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     became: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, words: became.append(words))
     monkeypatch.setenv("RLHF_DEBUG", "")
-    rlhf("eval", "run")
     rlhf("chat", "owner/name", "--debug")
+    monkeypatch.setenv("RLHF_DEBUG", "")
     rlhf("chat", "owner/name", "--temperature", "1.5", "--max-new-tokens", "9", "--multi-turn", "--seed", "3")
-    folder = next(Path("run").glob("ppo-*"))
-    assert became[0][:2] == [sys.executable, "-c"]
-    assert became[0][3:] == ["rlhf.stages.ppo.evaluate", str(folder)]
     chat = [sys.executable, "-m", "rlhf.stages.chat", "owner/name"]
-    assert became[1] == [*chat, "--temperature", "0.7", "--max-new-tokens", "256"]
-    assert became[2][4:] == ["--temperature", "1.5", "--max-new-tokens", "9", "--multi-turn", "--seed", "3"]
+    assert became[0] == [*chat, "--temperature", "0.7", "--max-new-tokens", "256"]
+    assert became[1][:2] == [sys.executable, "-c"]
+    assert became[1][5:] == ["--temperature", "1.5", "--max-new-tokens", "9", "--multi-turn", "--seed", "3"]
 
 
 def test_attention_is_drawn_of_the_last_stage_or_the_named_one(

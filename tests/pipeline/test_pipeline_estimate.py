@@ -20,7 +20,7 @@ def phase(total: float, seconds: float, times: int | None, sending: float = 0.0,
     }  # fmt: skip
 
 
-ALONE = {"num_processes": 1, "machines": 1, "layout": "ddp"}
+ALONE = {"num_processes": 1, "machines": 1, "layout": "ddp", "notes": []}
 ANSWER: dict[str, Any] = {
     "device": {"name": "H100 80GB", "gib": 79.1, "usable_gib": 72.77},
     "fits": False,
@@ -88,7 +88,23 @@ def test_the_table_shows_each_phase_and_what_to_change_and_the_exit_code_is_0(ch
 
 def test_json_is_the_answer(child: Child, rlhf: Call) -> None:
     code, out, _ = rlhf("estimate", "recipe.yaml", "--json")
-    assert (code, json.loads(out)) == (0, ANSWER)
+    assert (code, json.loads(out)) == (0, ANSWER | {"left_out": []})
+
+
+def test_what_the_estimate_leaves_out_is_told(child: Child, rlhf: Call, world: Path) -> None:
+    child.answer = ANSWER | {"stages": {"sft": ANSWER["stages"]["sft"] | {"notes": ["left out: this"]}}}
+    feedback = {"prompts": "prompts.jsonl", "judge": "judges:rank"}
+    write_recipe(
+        world, rounds=3, sft={"data": "demonstrations.jsonl", "model": "a/b"}, feedback=feedback, reward={},
+        ppo={"data": "prompts.jsonl"},
+    )  # fmt: skip
+    code, out, err = rlhf("estimate", "recipe.yaml")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-3:] == [
+        "  left out: this",
+        "left out: feedback: 4 answers to each prompt are sampled, and ranked by a judge",
+        "left out: rounds: reward and ppo are counted once, and run 3 times",
+    ]
 
 
 def test_the_recipe_is_asked_about_as_it_is_written(child: Child, rlhf: Call) -> None:

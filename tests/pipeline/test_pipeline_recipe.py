@@ -131,6 +131,13 @@ def test_a_missing_recipe_names_the_shipped_ones(world: Path, monkeypatch: pytes
     (world / "folder").mkdir()
     with pytest.raises(SettingsError, match="folder: a folder, not a recipe"):
         load_recipe("folder")
+    (world / "garden2.yaml").write_text("")
+    for name in ("garden2", "garden", "garden2.yml"):  # what lies here counts, with an ending or without
+        with pytest.raises(SettingsError, match=r"no such recipe; did you mean 'garden2\.yaml'\?"):
+            load_recipe(name)
+    (world / "folder" / "mine.yaml").write_text("")
+    with pytest.raises(SettingsError, match=r"did you mean 'folder/mine\.yaml'\?"):
+        load_recipe("folder/mine")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,8 @@ def test_a_missing_recipe_names_the_shipped_ones(world: Path, monkeypatch: pytes
         ("seed: " + "1" * 5000, "recipe.yaml: not valid YAML: Exceeds the limit"),
         ("a: " + "[" * 400 + "]" * 400, "recipe.yaml: nested too deeply for a recipe"),
         ("sft: {args: " + "{a: " * 70 + "1" + "}" * 71, "recipe.yaml: nested too deeply|no field 'a'"),
-        ("sft: [1\n", "not valid YAML: .* line 2"),
+        ("sft: [1\n", "not valid YAML: line 2, column 1: "),
+        ("seed: 1\nsft:\n\tdata: x\n", "recipe.yaml: not valid YAML: line 3 has a tab; YAML is set in with blanks"),
         ("seed: 1\nseed: 2\nsft: {data: x}\n", "found duplicate key seed"),
         ("sft:\n  data: ???\n", "sft.data: Missing mandatory value"),
         ("sft: 3\n", "sft: .* dictionary"),

@@ -191,6 +191,22 @@ def test_a_signal_ends_the_run_with_its_code(world: Path, stages: FakeStages, st
     assert statuses() == {"pretrain": "done", "sft": "stopped", "reward": "planned", "ppo": "planned"}
 
 
+def test_what_a_stage_said_itself_is_not_said_again(world: Path, stages: FakeStages) -> None:
+    def stop(folder: Path) -> None:
+        (folder / "status.json").write_text('{"state": "stopped", "step": 3, "steps": 10, "message": ""}')
+        (folder / "checkpoints" / ".writing").mkdir(parents=True)
+        raise SystemExit(130)
+
+    stages.in_stage["sft"] = stop
+    with pytest.raises(RunStopped, match=r"^$") as stopped:
+        run()
+    assert stopped.value.code == 130
+    stages.in_stage.clear()
+    said = run()  # the stage tells which checkpoints it passes over
+    assert said[1].startswith("sft: resume sft-")
+    assert said[1].endswith(" (interrupted; starts over)")
+
+
 def test_a_signal_too_late_to_interrupt_a_stage_still_ends_the_run(
     world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from rank_kills import campaign
 from rank_world import make_store
 
+from rlhf.data.feedback import schema
 from rlhf.data.feedback.store import Store
 from rlhf.pipeline.rank import server
 
@@ -56,6 +57,9 @@ def test_a_rater_gets_a_link_of_their_own(rlhf: Call) -> None:
         (["--instructions", "gone.md"], "--instructions gone.md: cannot be read"),
         (["--url", "rank.example.org"], "scheme and host are wanted, such as https://rank.example.org"),
         (["--url", "https://example.org/rank"], "scheme and host are wanted"),
+        (["--url", "https://[::1"], "scheme and host are wanted"),
+        (["--url", "https://example.org:port"], "scheme and host are wanted"),
+        (["--url", "https://bücher.example"], "scheme and host are wanted"),
         (["--url", "https://example.org"], "whoever can reach this machine could rank as anybody"),
         (["--rater", " "], "a rater's name has 1 to 100 characters"),
         (["--add-rater", " "], "a rater's name has 1 to 100 characters"),
@@ -74,6 +78,23 @@ def test_no_store_and_a_port_that_is_taken_are_refused(rlhf: Call) -> None:
         code, _, err = rlhf("rank", "f.sqlite", "--port", str(taken.getsockname()[1]))
     assert code == 2
     assert "in use; --port 0 takes a free one" in err
+
+
+def test_instructions_are_read_as_any_editor_writes_them(rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("told.md").write_bytes(b"\xef\xbb\xbf# Title\r\nText\r\n")  # as on Windows
+    served: list[object] = []
+    monkeypatch.setattr(server, "serve", lambda *given: served.append(given[4].instructions))
+    assert rlhf("rank", "f.sqlite", "--instructions", "told.md")[0] == 0
+    assert served == ["<h2>Title</h2>\n<p>Text</p>"]
+
+
+def test_a_store_that_may_be_read_alone_is_refused_before_anybody_ranks(
+    rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = schema._connected
+    monkeypatch.setattr(schema, "_connected", lambda path, _: real(path, "ro"))  # as a file is that may not be written
+    code, out, err = rlhf("rank", "f.sqlite", "--port", "0")
+    assert (code, out, err) == (2, "", "error: f.sqlite: attempt to write a readonly database\n")
 
 
 def test_the_extra_is_named_where_it_is_missing(rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,15 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from rank_world import Person, make_store, open_page, ranking, votes
 
+from rlhf.data.errors import SettingsError
 from rlhf.data.feedback.store import Store
-from rlhf.pipeline.rank.security import Hosts
+from rlhf.pipeline.rank import server
+from rlhf.pipeline.rank.security import Hosts, secret_of
 
 SCRIPT = "<script>alert('in')</script><img src=x onerror=alert(1)>"
 Said = Callable[[], str]
@@ -73,6 +76,7 @@ def test_names_of_the_page() -> None:
     assert all(map(here.allow, ["127.0.0.1:8700", "localhost", "LOCALHOST:1", "[::1]:8700"]))
     assert not any(map(here.allow, ["10.0.0.7", "rank.example.org", socket.gethostname() + ".evil"]))
     assert all(map(everywhere.allow, ["10.0.0.7:8700", "[fe80::1]", "rank.example.org", socket.gethostname()]))
+    assert Hosts("2001:DB8:0:0::5", None).allow("[2001:db8::5]:8700")
     assert not any(map(everywhere.allow, ["evil.example", "rank.example.org.evil"]))
 
 
@@ -192,6 +196,49 @@ def test_a_store_that_cannot_be_written_is_said_so_that_the_page_tries_again(
     assert anna.rank(1, 2, 3).status == 200
 
 
+@pytest.mark.parametrize("instead", [False, True], ids=["deleted", "replaced"])
+def test_nothing_is_acknowledged_that_would_go_into_a_file_which_is_gone(
+    tmp_path: Path, log: Said, instead: bool
+) -> None:
+    path, away = tmp_path / "f.sqlite", tmp_path / "away.sqlite"
+    with make_store(path) as store, open_page(store) as port:
+        anna = Person(port).enter("anna")
+        said = ranking(anna.form(), 1, 2, 3)
+        path.rename(away)
+        if instead:
+            path.write_bytes(away.read_bytes())
+        reply = anna.post("/rank", said)
+        assert (reply.status, reply.text) == (503, "The store cannot be written at the moment.")
+        assert Person(port).post("/enter", {"name": "bob"}).status == 503
+        assert log().count("f.sqlite: the file was moved, replaced or deleted while it was open") == 2
+        away.rename(path)
+        assert anna.post("/rank", said).status == 200
+        assert len(votes(store)) == 1
+
+
+def test_a_server_that_ends_answers_what_it_still_waits_for(
+    tmp_path: Path, log: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SECONDS_TO_END", 0.2)
+    with make_store(tmp_path / "f.sqlite") as store, socket.socket() as talk:
+        with open_page(store) as port:
+            talk.connect(("127.0.0.1", port))
+            head = f"POST /rank HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nOrigin: http://127.0.0.1:{port}\r\n"
+            talk.sendall(f"{head}Content-Length: 100\r\n\r\nab".encode())
+            Person(port).get()
+        assert talk.recv(100).startswith(b"HTTP/1.1 503")
+    assert "broken off, since the page closes" in log()
+
+
+def test_a_log_that_cannot_be_written_keeps_nobody_waiting(anna: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.print", full)
+        assert anna.get("/nothing").status == 404
+
+
 def test_with_tokens_nobody_comes_in_without_theirs(tmp_path: Path, log: Said) -> None:
     with make_store(tmp_path / "f.sqlite") as store:
         store.add_rater("anna", token="anna-token")
@@ -213,3 +260,29 @@ def test_with_tokens_nobody_comes_in_without_theirs(tmp_path: Path, log: Said) -
     told = log()
     assert "403 GET /enter from 127.0.0.1: No rater has this token" in told
     assert "wrong-token" not in told
+
+
+@pytest.mark.parametrize("token", ["a.b.c", 'ünïcödé; ł=",', "with space", "x" * 1000])
+def test_a_token_may_be_any_text(tmp_path: Path, token: str) -> None:
+    with make_store(tmp_path / "f.sqlite") as store, open_page(store, tokens=True) as port:
+        store.add_rater("anna", token=token)
+        anna = Person(port)
+        assert anna.get(f"/enter?{urlencode({'token': token})}").status == 200
+        assert anna.rank(1, 2, 3).status == 200
+
+
+def test_a_secret_that_is_none_is_refused(tmp_path: Path) -> None:
+    """With an empty one, anybody could sign."""
+    path = tmp_path / "f.sqlite-secret"
+    assert len(secret_of(tmp_path / "f.sqlite")) == 32
+    path.write_bytes(b"")
+    with pytest.raises(
+        SettingsError, match=r"f\.sqlite-secret: no secret of sessions \(0 bytes, where 32 are wanted\)"
+    ):
+        secret_of(tmp_path / "f.sqlite")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SettingsError, match=r"the secret of the sessions cannot be kept here: .*[Ii]s a directory"):
+        secret_of(tmp_path / "f.sqlite")
+    with pytest.raises(SettingsError, match=r"cannot be kept here: .*No such file"):
+        secret_of(tmp_path / "gone" / "f.sqlite")

@@ -21,6 +21,8 @@ from report_world import (
 
 from rlhf.data.errors import RefusedError
 from rlhf.pipeline.report import render
+from rlhf.pipeline.report.judgement import judge_run
+from rlhf.pipeline.report.run import read_run
 from rlhf.stages.artifact import Artifact
 
 
@@ -72,6 +74,78 @@ def test_a_stage_that_made_it_worse_is_said_to_be_worse(tmp_path: Path) -> None:
     assert "✗ made it worse SFT made it worse: held-out loss 1.05 → 1.17 nats per token." in shown
 
 
+def test_a_change_that_so_few_prompts_do_not_show_is_neither_better_nor_worse(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["reward", "ppo"])
+    set_metrics(run_dir, "reward", accuracy=0.0, longer_wins_accuracy=1.0, num_eval_prompts=1)
+    set_metrics(run_dir, "ppo", true_quality=0.3, win_rate=0.4, num_eval_prompts=20)
+    shown = words(page(run_dir))
+    assert "Reward model ? too few to tell 1.00 → 0.00 held-out ranking accuracy" in shown
+    assert "? too few prompts Whether the reward model is better than guessing is not shown" in shown
+    assert "PPO ? too few to tell 0.386 → 0.300 true quality" in shown
+    assert "✗" not in shown
+    set_metrics(run_dir, "reward", num_eval_prompts=8)  # 0 to 0.32 against 0.68 to 1
+    set_metrics(run_dir, "ppo", win_rate=0.1)  # 0.03 to 0.30
+    shown = words(page(run_dir))
+    assert "Reward model ✗ worse 1.00 → 0.00" in shown
+    assert "PPO ✗ worse 0.386 → 0.300" in shown
+
+
+def test_figures_that_are_no_numbers_are_taken_as_not_told(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", ["pretrain", "sft", "reward", "ppo"])
+    nan, inf = float("nan"), float("inf")
+    set_metrics(run_dir, "pretrain", val_loss=nan)
+    set_metrics(run_dir, "sft", eval_loss=inf)
+    set_metrics(run_dir, "reward", accuracy=nan)
+    set_metrics(run_dir, "ppo", kl=nan)
+    assert [verdict.name for verdict in judge_run(read_run(run_dir)).values()] == ["unknown"] * 4
+    shown = words(page(run_dir))
+    assert " nan " not in shown
+
+
+def test_a_run_without_any_log_has_a_page(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", list(METRICS))
+    for path in run_dir.glob("*/metrics.jsonl"):
+        path.write_text("")
+    assert "Nothing was logged yet." in words(page(run_dir))
+
+
+FEEDBACK, REWARD_OF_ROUND = {"num_rankings": 12}, {"accuracy": 0.75}
+
+
+def with_rounds(folder: Path, *of_ppo: dict[str, float]) -> str:
+    """What is shown of rounds with these final metrics of PPO."""
+    run_dir = make_run(folder, ["sft", "ppo"])
+    stages = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["stages"]
+    rounds: list[dict[str, Any]] = [
+        {
+            name: stages["ppo"] | {"metrics": metrics}
+            for name, metrics in (("feedback", FEEDBACK), ("reward", REWARD_OF_ROUND), ("ppo", found))
+        }
+        for found in of_ppo
+    ]
+    rounds[0]["sft"] = stages["sft"]
+    (run_dir / "summary.json").write_text(json.dumps({"stages": stages, "rounds": rounds}), encoding="utf-8")
+    shown = words(page(run_dir))
+    return shown[shown.index("Rounds In each round") : shown.index("Accuracies are each")]
+
+
+def test_rounds_are_held_against_the_round_before_where_a_judge_gives_qualities(tmp_path: Path) -> None:
+    one = {"sft_true_quality": 0.4, "true_quality": 0.5, "win_rate": 0.6, "kl": 2.0}
+    shown = with_rounds(tmp_path, one, {"sft_true_quality": 0.5, "true_quality": 0.75, "win_rate": 0.7, "kl": 3.0})
+    assert "round rankings accuracy of the reward model true quality its gain win rate by the judge KL" in shown
+    assert "1 12 0.750 0.500 +0.100 0.600 2.00 2 12 0.750 0.750 +0.250 0.700 3.00" in shown
+    assert "A gain in quality is over the round before" in shown
+
+
+def test_rounds_that_people_rate_show_what_can_be_said(tmp_path: Path) -> None:
+    one = {"score": 0.5, "sft_score": 0.25, "score_win_rate": 0.6, "kl": 2.0}
+    shown = with_rounds(tmp_path, one, one | {"score": 1.0})
+    assert "round rankings accuracy of the reward model gain in score win rate by the reward model KL" in shown
+    assert "1 12 0.750 +0.250 0.600 2.00 2 12 0.750 +0.750 0.600 2.00" in shown
+    assert "No judge says how good the answers are" in shown
+    assert "–" not in shown
+
+
 def test_an_over_optimised_run_is_marked_at_the_top_and_at_its_stage(tmp_path: Path) -> None:
     reason = "the KL ended at 61.0 nats per response, over kl_budget 50"
     run_dir = make_run(tmp_path / "run", ["ppo"], [SAMPLE])
@@ -111,6 +185,7 @@ def test_the_report_card_shows_accuracies_calibration_and_the_worst_pairs(tmp_pa
     ) in shown
     assert "as trained, calibration error 0.0812 at temperature 1.62 0.0123 as right as it is sure" in shown
     assert "best of a prompt, mean 0.410 worst, mean -0.520" in shown
+    assert "No temperature can be told" not in shown
     assert "by length pairs accuracy better answer longer 800 90.0% better answer shorter 434 55.0%" in shown
     assert "by source pairs accuracy &lt;forum&gt; 1,000 70.0% web 234 100.0%" in shown
     assert "by how much better" not in shown  # no strengths are known
@@ -121,6 +196,18 @@ def test_the_report_card_shows_accuracies_calibration_and_the_worst_pairs(tmp_pa
         "Worse, rank 2.5 score 2.25 No idea."
     ) in shown
     assert html.count("<figure") == 4  # loss, accuracy, reliability, scores
+
+
+def test_a_temperature_that_cannot_be_told_is_not_shown(tmp_path: Path) -> None:
+    run_dir = make_graded(tmp_path, [], reliability_after_temperature=[])
+    path = run_dir / "reward-0123abcd" / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("temperature", "ece_after_temperature"):
+        del manifest["metrics"][name]
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    shown = words(page(run_dir))
+    assert "as trained, calibration error 0.0812 as right as it is sure" in shown
+    assert "No temperature can be told from these pairs: the scores are no better than chance." in shown
 
 
 def test_other_reward_models_stand_beside_with_how_far_they_agree(tmp_path: Path) -> None:
@@ -168,6 +255,24 @@ def test_text_of_models_and_people_cannot_become_markup(tmp_path: Path, drawings
     assert "<b>one" not in html
     assert 'onload="' not in html
     assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 4
+
+
+def test_any_text_makes_a_page_that_is_one(tmp_path: Path) -> None:
+    """Signs that HTML has no place for, an answer as long as a book, and one that is read from right to left."""
+    odd = SAMPLE | {"sft": "nul \0, escape \x1b[31m", "ppo": "x" * 200_000, "prompt": "\u202e\u05e9\u05dc\u05d5\u05dd"}
+    html = page(make_run(tmp_path, ["ppo"], [odd]))
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", html)
+    assert "nul \ufffd, escape \ufffd[31m" in html
+    assert "199,000 characters more" in html
+    assert 'class="prompt text" dir="auto"' in html
+    assert 'class="text" dir="auto"' in html
+
+
+def test_a_page_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, ["sft"])
+    (run_dir / "report.html").mkdir()
+    with pytest.raises(RefusedError, match=r"report\.html: cannot be written: Is a directory"):
+        render(run_dir)
 
 
 def test_answers_stand_side_by_side_with_their_scores(tmp_path: Path) -> None:
@@ -258,11 +363,11 @@ def test_a_price_is_shown_only_where_somebody_names_one(tmp_path: Path) -> None:
         made["made_with"]["processes"] = 8
         path.write_text(json.dumps(made | {"metrics": {}}), encoding="utf-8")
     set_metrics(run_dir, "ppo", peak_gib=1.5)
-    assert "PPO 12.5 s 8 0.0278 1.50 – –" in words(page(run_dir))  # 12.5 · 8 / 3600
+    assert "SFT 12.5 s 8 0.0278 – PPO 12.5 s 8 0.0278 1.50 Time is" in words(page(run_dir))  # 12.5 · 8 / 3600
     assert "price</th>" not in page(run_dir)
     render(run_dir, price_per_hour=36.0)
     shown = words((run_dir / "report.html").read_text(encoding="utf-8"))
-    assert "tokens/s at the end price SFT" in shown
+    assert "peak memory, GiB price SFT" in shown
     assert shown.count(" 0.12 ") >= 2  # 12.5 s of 36 an hour are 0.125; rounded to even
 
 
@@ -370,20 +475,30 @@ def test_phases_are_means_over_steps_without_the_first_row(tmp_path: Path, monke
     assert "PPO seconds share tokens/s of the bound" in shown
     assert "rollout sampling answers 2.50 33.3% 1,900 10.0% bandwidth" in shown
     assert "update forward and backward passes, optimiser 2.00 26.7% – –" in shown
+    assert "A phase's bound is" in shown
     assert "evaluation on held-out data 3.00 40.0% – –" in shown
 
 
 def test_one_row_is_all_there_is_of_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ROWS, "ppo", [timed(1, update=0.5) | {"flops_share_update": 0.375}])
     shown = words(page(make_run(tmp_path, ["ppo"])))
-    assert "update forward and backward passes, optimiser 0.500 100.0% – 37.5% FLOP/s" in shown
+    assert "seconds share of the bound update forward and backward passes, optimiser 0.500 100.0% 37.5% FLOP/s" in shown
+
+
+def test_columns_that_hold_nothing_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, whose bounds are not known and whose memory is not measured."""
+    monkeypatch.setitem(ROWS, "ppo", [timed(1, update=0.5)])
+    shown = words(page(make_run(tmp_path, ["ppo"])))
+    assert "PPO seconds share update forward and backward passes, optimiser 0.500 100.0% Lineage" in shown
+    assert "bound is" not in shown
+    assert "stage time processes hours of them PPO 12.5 s 1 0.00347 Time is" in shown
 
 
 def test_phases_are_in_their_table_and_not_among_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [timed(step, rollout=1) | {"tokens_per_second_rollout": 7.0, "peak_gib": 1.0} for step in (1, 2)]
     monkeypatch.setitem(ROWS, "ppo", rows)
     shown = words(page(make_run(tmp_path, ["ppo"])))
-    assert "1 more curve" in shown
+    assert "1 more curve: peak gib peak gib most memory that was in use, GiB" in shown
     assert "seconds rollout" not in shown
 
 

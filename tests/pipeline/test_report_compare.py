@@ -113,7 +113,7 @@ def test_the_command_writes_a_page_and_prints_a_table(rlhf: Rlhf, runs: tuple[Pa
     (["a", "b"] * 3, "6 runs are too many for one page; compare at most 5"),
     (["a", "--out", "x.html"], "--out: goes with several runs"),
     (["a", "b", "--price-per-hour", "2"], "--price-per-hour: goes with one run"),
-    (["a", "b", "--out", "none/x.html"], "--out none/x.html: cannot be written"),
+    (["a", "b", "--out", "none/x.html"], "none/x.html: cannot be written: No such file or directory"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(
     rlhf: Rlhf, runs: tuple[Path, Path], arguments: list[str], said: str

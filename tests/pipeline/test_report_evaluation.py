@@ -1,5 +1,6 @@
 """What the report shows of evaluation.json, in its full and its cheap form, and of one that is old."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import pytest
 from report_world import SAMPLE, make_run, page, words, write_lines
 
-from rlhf.data.errors import RefusedError
 from rlhf.pipeline.report.evaluation import frontier
 from rlhf.pipeline.report.run import read_run
+from rlhf.stages.evaluation.records import short_hash
 
 SCORE = {"mean": 0.5, "std": 1.0, "quantiles": [-1.0, 0.0, 0.25, 1.0, 2.0]}
 MODEL = {
@@ -22,7 +23,7 @@ PAIR = {"one": "ppo", "other": "sft", "by": "judge", "wins": 70, "ties": 10, "lo
         "interval": [0.66, 0.83], "length_controlled": 0.7, "length_controlled_interval": [0.6, 0.8]}  # fmt: skip
 FULL: dict[str, Any] = {
     "form": "full", "settings": {"seed": 0, "temperature": 1.0, "num_prompts": 100}, "reward_model": "reward-0123abcd",
-    "judge": "world:judge", "pairs": [PAIR], "tasks": {"sft": {"arc": 0.25}, "ppo": None},
+    "judge": "world:judge", "pairs": [PAIR], "tasks": {"sft": {"arc": {"acc": 0.25}}},
     "models": {"sft": MODEL, "ppo": MODEL | {"model": "ppo-0123abcd", "text_perplexity": 10.0, "kl": 9.0}},
     "best_of_n": [{"n": 1, "score": 0.5, "score_interval": [0.4, 0.6], "quality": 0.4, "kl": 0.0},
                   {"n": 4, "score": 1.2, "score_interval": [1.1, 1.3], "quality": 0.6, "kl": 0.636}],
@@ -31,9 +32,10 @@ FULL: dict[str, Any] = {
 
 def evaluated(folder: Path, content: dict[str, Any], rows: list[dict[str, Any]] | None = None) -> Path:
     run_dir = make_run(folder, ["sft", "ppo"], [SAMPLE])
-    (run_dir / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")
     if rows is not None:
         write_lines(run_dir / "evaluation.jsonl", rows)
+        content = content | {"answers_digest": short_hash(rows)}
+    (run_dir / "evaluation.json").write_text(json.dumps(content), encoding="utf-8")
     return run_dir
 
 
@@ -60,7 +62,7 @@ def test_the_full_form_shows_win_rates_with_intervals_and_the_alignment_tax(tmp_
 
 def test_the_cheap_form_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
     cheap = {"form": "cheap", "settings": {}, "reward_model": None, "judge": None, "pairs": [], "best_of_n": None,
-             "tasks": {"sft": None}, "models": {"sft": {"model": "sft-0123abcd"}, "ppo": None}}  # fmt: skip
+             "tasks": None, "models": {"sft": {"model": "sft-0123abcd"}}}  # fmt: skip
     shown = words(page(evaluated(tmp_path / "run", cheap)))
     assert "This is the cheap form" in shown
     assert "win rate, ties" not in shown
@@ -75,12 +77,64 @@ def test_an_evaluation_of_models_that_are_gone_is_left_out_and_said_to_be_old(tm
     assert "PPO over SFT" not in shown
 
 
-def test_a_damaged_evaluation_is_refused_by_name(tmp_path: Path) -> None:
-    run_dir = evaluated(tmp_path / "run", FULL)
-    for text in ("{", "[]"):
-        (run_dir / "evaluation.json").write_text(text, encoding="utf-8")
-        with pytest.raises(RefusedError, match=r"evaluation\.json: is damaged"):
-            read_run(run_dir)
+def test_a_base_model_that_was_trained_anew_makes_an_evaluation_old(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path, ["pretrain"])
+    base = FULL | {"pairs": [], "models": {"base": MODEL | {"model": "pretrain-feedbeef"}}}
+    (run_dir / "evaluation.json").write_text(json.dumps(base), encoding="utf-8")
+    assert read_run(run_dir).evaluation_fault == "is of other models than those that the run has now"
+
+
+WITHOUT = object()
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((), "{"), ((), []), ((), b"\xff"), (("models",), []), (("models", "ppo"), 3), (("pairs",), "abc"),
+        (("pairs", 0), {}), (("pairs", 0, "interval"), None), (("pairs", 0, "one"), "other"), (("settings",), 7),
+        (("settings", "num_prompts"), "many"), (("models", "sft", "score"), 1.0), (("models",), WITHOUT),
+        (("best_of_n", 0, "kl"), float("nan")),
+    ],
+)  # fmt: skip
+def test_an_evaluation_that_is_not_whole_is_left_out_and_said_to_be_damaged(
+    tmp_path: Path, place: tuple[Any, ...], value: Any
+) -> None:
+    """Cut short, edited by hand, or of another version: what the stages brought is shown all the same."""
+    run_dir = evaluated(tmp_path, content := copy.deepcopy(FULL))
+    part: Any = content
+    for key in place[:-1]:
+        part = part[key]
+    if value is WITHOUT:
+        del part[place[-1]]
+    elif place:
+        part[place[-1]] = value
+    text = json.dumps(content).encode()
+    if not place:
+        text = value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
+    (run_dir / "evaluation.json").write_bytes(text)
+    read = read_run(run_dir)
+    assert (read.evaluation, read.answers) == (None, read.samples)
+    shown = words(page(run_dir))
+    assert "evaluation.json is damaged, or of another version, and is left out" in shown
+    assert "What does a fox eat?" in shown
+
+
+def test_answers_of_another_evaluation_are_not_shown(tmp_path: Path) -> None:
+    """As after a kill between the two files."""
+    run_dir = evaluated(tmp_path, FULL, [{"prompt": "Why?", "answers": {"sft": "s", "ppo": "p"}}])
+    for rows in ([{"prompt": "Who?", "answers": {"sft": "s"}}], [{"prompt": 3}], [{"prompt": "Why?", "answers": {}}]):
+        write_lines(run_dir / "evaluation.jsonl", rows)
+        assert "What does a fox eat?" in words(page(run_dir))
+    (run_dir / "evaluation.jsonl").write_bytes(b"\xff{")
+    assert read_run(run_dir).answers == read_run(run_dir).samples
+
+
+def test_texts_may_hold_any_sign_that_ends_a_line(tmp_path: Path) -> None:
+    rows = [{"prompt": "a\u2028b", "answers": {"sft": "c\x85d", "ppo": "e\x1cf"}}]
+    run_dir = evaluated(tmp_path, FULL, rows)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (run_dir / "evaluation.jsonl").write_text(text, encoding="utf-8")
+    assert [row["prompt"] for row in read_run(run_dir).answers] == ["a\u2028b"]
 
 
 def test_the_frontier_lies_over_the_root_of_the_kl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,14 @@ def test_an_accuracy_on_few_prompts_shows_nothing() -> None:
     assert "is not shown: accuracy 0.60 on held-out pairs of 20 prompts (95 % interval 0.39 to 0.78)" in sentence
 
 
+def test_a_tie_with_the_rule_of_length_on_few_prompts_shows_nothing() -> None:
+    few = REWARD | {"accuracy": 1.0, "longer_wins_accuracy": 1.0, "num_eval_prompts": 5}
+    assert "knows more than the rule of always preferring the longer answer is not shown" in said(
+        verdicts.reward(few), "too_few_prompts", "open"
+    )
+    said(verdicts.reward(REWARD | {"longer_wins_accuracy": 0.75}), "no_better_than_length", "bad")
+
+
 def test_a_reward_model_with_one_score_for_all_is_broken() -> None:
     same = {"chosen_std": 0.0, "rejected_std": 0.0, "chosen_mean": 0.3, "rejected_mean": 0.3}
     assert "every answer the same score" in said(verdicts.reward(REWARD | {"accuracy": 0.5} | same), "constant", "bad")
@@ -252,6 +260,8 @@ def test_an_evaluation_on_fewer_prompts_than_the_stage_asked_is_not_the_evidence
         0.8, wilson(0.8, 40), None, True, 40
     )
     assert gather({"pairs": [pair]}, rows[:16], rows[:16], {"win_rate": 0.8}).win_rate == 0.5
+    told = {"win_rate": 0.8, "num_eval_prompts": 119}  # of which samples.jsonl has forty
+    assert gather(None, [], rows, told) == Evidence(0.8, wilson(0.8, 119), None, True, 119)
 
 
 def test_without_an_evaluation_the_stages_own_figures_and_samples_are_evidence() -> None:

@@ -14,7 +14,7 @@ from pipeline_world import ROWS, FakeStages, contents, write_recipe, write_rows
 from rlhf.data.errors import SettingsError
 from rlhf.data.feedback.records import Answer
 from rlhf.data.feedback.store import Store
-from rlhf.pipeline import launch, report, runner
+from rlhf.pipeline import launch, preflight, report, runner
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.plan import Scope, make_plan
 from rlhf.pipeline.recipe import load_recipe
@@ -251,6 +251,64 @@ def test_a_run_waits_for_people_and_goes_on_when_they_have_rated(
     assert stages.trained == ALL[:5]
 
 
+def rank_all() -> Path:
+    """A person ranks all that the one waiting step of the run has sampled; its store."""
+    (path,) = RUN.glob("feedback-*/feedback.sqlite")
+    with Store.open(path) as store:
+        rater = store.add_rater("ann")
+        while (task := store.next_prompt(rater)) is not None:
+            store.rank(str(uuid.uuid4()), task.prompt_id, rater, {answer.id: 1 for answer in task.answers})
+    return path
+
+
+def test_rankings_that_a_changed_setting_leaves_behind_are_told_in_plan_and_run(
+    world: Path, stages: FakeStages, rlhf: Rlhf
+) -> None:
+    people = ["recipe.yaml", "feedback.judge=null", "rounds=1", "--run-dir", "run"]
+    assert rlhf("run", *people)[0] == 3
+    assert "not be taken over" not in rlhf("plan", *people, "feedback.max_length=512")[1]  # nobody has ranked yet
+    store = rank_all()
+    line = (
+        f"feedback: 1 ranking in {store.parent.name} will not be taken over (feedback.max_length 1024 → 512; changed "
+        f"back, it goes on with them); to keep them: `rlhf data export {store} ranked.jsonl --as rankings`"
+    )
+    assert line in rlhf("plan", *people, "feedback.max_length=512")[1]
+    assert line in rlhf("run", *people, "feedback.max_length=512")[1]
+    assert line in rlhf("plan", *people, "feedback.max_length=512")[1]  # as long as it waits
+    assert "not be taken over (its input sft will be new)" in rlhf("plan", *people, "sft.learning_rate=0.5")[1]
+    assert "not be taken over" not in rlhf("plan", *people)[1]  # back again
+    assert "not be taken over" not in rlhf("plan", *people, "feedback.target=2")[1]
+    assert rlhf("run", *people)[0] == 0
+
+
+SHORT = ("sft.max_length=64", "reward.max_length=64", "ppo.max_prompt_length=5", "ppo.max_new_tokens=59")
+
+
+def test_answers_longer_than_the_models_positions_are_refused_before_sft_is_trained(
+    world: Path, stages: FakeStages
+) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"max_position_embeddings": 64}')
+    short = ["pretrain=null", "sft.model=./base", "rounds=1", "feedback.judge=null", *SHORT]
+    with pytest.raises(
+        SettingsError, match=r"^feedback\.max_length is 1024, but the model has 64 positions; lower it$"
+    ):
+        run(*short)
+    with pytest.raises(SettingsError, match=r"^reward\.max_length is 65, but the model has 64 positions; lower it$"):
+        run(*short, "feedback.max_length=64", "feedback.max_new_tokens=32", "reward.max_length=65")
+    assert not RUN.exists()
+
+
+def test_what_people_have_ranked_is_gone_on_with_however_long_it_may_be(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("feedback.judge=null", "rounds=1", *SHORT)
+    rank_all()
+    monkeypatch.setattr(preflight, "_positions", lambda _: 64)
+    run("feedback.judge=null", "rounds=1", *SHORT)
+    assert stages.trained == ALL[:5]
+
+
 def test_a_judge_at_the_top_does_not_take_peoples_place(world: Path) -> None:
     write_recipe(
         world, judge="rounds_judge:judge", feedback={"prompts": "prompts.jsonl"}, reward={"model": "owner/name"}
@@ -320,7 +378,7 @@ def test_the_report_shows_what_each_round_gained(world: Path, stages: FakeStages
     stages.in_stage["ppo"] = measured
     run()
     page = render(RUN).read_text()
-    table = page[page.index("<h2>Rounds</h2>") : page.index("<h2>Curves</h2>")]
+    table = page[page.index("<h2>Rounds</h2>") : page.index(">Curves</h2>")]
     assert "+0.100" in table
     assert "+0.250" in table
     assert page.count('<th scope="row">PPO</th>') == 1

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from rlhf.pipeline.recipe import section_class, shipped_recipes
 from rlhf.pipeline.schema import as_text
 from rlhf.stages.artifact import STAGES
-from rlhf.stages.settings import meaning
+from rlhf.stages.settings import meaning, origin
 
 SCHEMA = json.loads(as_text())
 TYPES: dict[str, Any] = {
@@ -107,4 +107,5 @@ def test_descriptions_are_those_of_the_settings() -> None:
         settings = SCHEMA["$defs"][cls.__name__]["properties"]
         for name, field in cls.model_fields.items():
             if (stage, name) != ("ppo", "rollout"):  # whose class has the same description
-                assert settings[name]["description"] == meaning(field)
+                source = f" [{origin(field)}]" if origin(field) else ""
+                assert settings[name]["description"] == meaning(field) + source

@@ -17,7 +17,7 @@ from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.sources import Source
 from rlhf.pipeline import cli, runner
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.stages import logs, runtime
+from rlhf.stages import entry, logs
 from rlhf.stages.models import load_policy, load_scalar, load_tokenizer
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.tokenizer import train_tokenizer
@@ -249,7 +249,7 @@ def test_the_traceback_of_a_stage_in_a_process_of_its_own_is_shown_without_secre
     monkeypatch.setenv("RLHF_DEBUG", "1")
     monkeypatch.setattr(sys, "argv", ["stage", "nowhere"])
     with pytest.raises(SystemExit) as stop:
-        runtime.run_stage(fail)
+        entry.run_stage(fail)
     assert stop.value.code == 1
     err = capsys.readouterr().err
     assert "in fail" in err

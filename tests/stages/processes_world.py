@@ -1,4 +1,4 @@
-"""Two processes of one group."""
+"""A few processes of one group."""
 
 import gc
 import os
@@ -13,11 +13,16 @@ import torch
 
 def in_two_processes(folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(rank, *arguments)` returns in each of them; what they return lies in the folder."""
+    return in_processes(2, folder, function, *arguments)
+
+
+def in_processes(number: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """The same of so many processes."""
     forking.context()
     torch.multiprocessing.start_processes(
-        _run, (free_port(), folder, function, arguments), nprocs=2, start_method="forkserver"
+        _run, (number, free_port(), folder, function, arguments), nprocs=number, start_method="forkserver"
     )
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(number)]
 
 
 def free_port() -> int:
@@ -27,17 +32,19 @@ def free_port() -> int:
     return port
 
 
-def become_rank(rank: int, port: int) -> None:
-    """Be one of two processes, as a launcher tells it."""
+def become_rank(rank: int, port: int, number: int = 2) -> None:
+    """Be one of so many processes, as a launcher tells it."""
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     torch.set_num_threads(1)
 
 
-def _run(rank: int, port: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int, number: int, port: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     gc.freeze()  # as tests/conftest.py does
-    become_rank(rank, port)
+    become_rank(rank, port, number)
     torch.save(function(rank, *arguments), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -127,6 +127,34 @@ def test_offloaded_models_are_there_for_scoring_alone() -> None:
         assert (before.total - after.total) * GIB == pytest.approx(gained, rel=0.01, abs=1)
 
 
+SECOND_GPU = {"placement": "second_gpu", "precision": "bf16"}
+
+
+@pytest.mark.usefixtures("sampling_alone")
+def test_a_copy_that_samples_ahead_has_its_room_on_the_second_gpu_beside_the_models_that_only_read() -> None:
+    settings = ppo_settings(**SECOND_GPU, rollout={"one_step_off": True})
+    rollout, scoring, update = budget_ppo.ppo(settings, case("bf16"))
+    assert [phase.beside for phase in (rollout, scoring, update)] == [True, False, False]
+    assert (rollout.gib["optimiser"], rollout.gib["gradients"]) == (0, 0)
+    assert rollout.gib["cache"] * GIB == 8 * (2 * 3 * 2 * 16 * 2) * 64
+    # The copy, reference and reward model in bf16, with a head in float32; and rows of products put together.
+    assert 2 * (2 * POLICY + SCALAR) < rollout.gib["weights"] * GIB < 2 * (2 * POLICY + SCALAR) + 2 * POLICY
+    assert update.gib["weights"] * GIB == pytest.approx(4 * (POLICY + SCALAR), rel=1e-3)
+    assert "rollout is sampled on the second GPU of each process" in budget_ppo.notes(settings)[0]
+    spread = budget_ppo.ppo(settings, case("bf16", 4, "fsdp2"))
+    assert spread[0].gib["weights"] == rollout.gib["weights"]  # there they are whole
+    assert spread[0].sent == (3 / 4) * 2 * (POLICY)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_scoring_on_two_gpus_takes_the_longer_of_the_two() -> None:
+    one, two = (budget_ppo.ppo(ppo_settings(**more), case("bf16"))[1] for more in ({}, SECOND_GPU))
+    assert two.flops == pytest.approx(one.flops / 2)  # policy and critic; reference and reward model
+    larger = [shape(12)]
+    more = budget_ppo.ppo(ppo_settings(**SECOND_GPU), replace(case("bf16"), other_rewards=larger))[1]
+    assert more.flops == two.flops  # what other rewards read is left out, and said to be
+
+
 @pytest.mark.usefixtures("untraced")
 def test_several_processes_reduce_copies_of_the_gradients_and_share_the_rows() -> None:
     settings = ppo_settings(microbatch_size=2)

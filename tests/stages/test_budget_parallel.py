@@ -118,12 +118,15 @@ def test_ppo_in_parts_has_the_whole_policy_while_it_samples_and_a_part_of_the_re
 
 
 @pytest.mark.usefixtures("untraced")
-def test_a_step_on_raw_text_is_one_more_microbatch() -> None:
-    plain, with_text = (
-        budget_ppo.ppo(ppo_settings(**more), case("bf16", 8, "fsdp2"))[2]
-        for more in ({}, {"ptx_data": "x", "ptx_coef": 0.1, "ptx_batch_size": 8, "ptx_block_size": 32})
+def test_raw_text_is_read_in_microbatches_of_its_own() -> None:
+    text = {"ptx_data": "x", "ptx_coef": 0.1, "ptx_batch_size": 24, "ptx_block_size": 32}
+    # Episodes have 64 tokens, blocks 33, of which three come to a process.
+    plain, with_text, in_two = (
+        budget_ppo.ppo(ppo_settings(layout="shared_trunk", **more), case("bf16", 8, "fsdp2"))[2]
+        for more in ({}, text, {**text, "microbatch_tokens": 66})
     )
-    assert with_text.sent == 2 * plain.sent
+    assert (with_text.sent, in_two.sent) == (2 * plain.sent, 3 * plain.sent)
+    assert (with_text.passes, in_two.passes) == (2 * plain.passes, 3 * plain.passes)
 
 
 @pytest.mark.parametrize(("fields", "message"), [

@@ -1,6 +1,9 @@
 """Models behind OpenAI-compatible servers: what they are asked, how they judge, and what goes wrong."""
 
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -123,3 +126,77 @@ def test_longer_than_for_an_answer_it_is_not_waited(server: ChatServer, pauses: 
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="is not the address of a server"):
         Endpoint(url)
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "http://h:x", "http://[::1", "http://h:0"])
+def test_a_port_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="is not the address of a server"):
+        Endpoint(url)
+
+
+def test_a_key_that_was_read_from_a_file_is_sent_without_its_newline_and_none_is_shown(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY", "secret\n")
+    ChatModel(server.url, "a-model", "A_KEY").answers(ASKED, 1, 0.0)
+    assert server.asked[0][1] == "Bearer secret"
+    monkeypatch.setenv("A_KEY", "sec\nret")
+    with pytest.raises(ValueError, match=r"^the key in A_KEY has characters that cannot be sent$"):
+        ChatModel(server.url, "a-model", "A_KEY")
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[str]:
+    """A server that gives each request one of these answers, whatever it is asked, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(timeout=10)
+
+
+def http(body: str, status: str = "200 OK", length: int | None = None, more: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length or len(body)}\r\n{more}\r\n{body}".encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (http("cut sho", "500 Internal Server Error", length=99), "HTTP 500: Internal Server Error"),
+        (http('{"choices": [', length=99), "cannot be reached"),
+        (http('{"choices": ['), "is not JSON"),
+        (http("[" * 100_000), "is not JSON"),
+        (b"no such protocol\r\n\r\n", "cannot be reached"),
+        (b"", "cannot be reached"),
+    ],
+)
+def test_whatever_a_server_answers_the_error_is_of_one_kind(answer: bytes, message: str) -> None:
+    with answering(answer) as url, pytest.raises(EndpointError, match=message):
+        Endpoint(url).post("/x", {})
+
+
+def test_a_host_that_is_no_name_cannot_be_reached() -> None:
+    with pytest.raises(EndpointError, match="cannot be reached"):
+        Endpoint("http://a..b").get("/x")
+
+
+def test_a_key_does_not_follow_a_redirect(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "secret")
+    moved = http("", "302 Found", more=f"Location: {server.url}/v1/chat/completions\r\n")
+    with answering(moved) as url, pytest.raises(EndpointError, match="HTTP 302"):
+        ChatModel(url, "a-model", "A_KEY").answers(ASKED, 1, 0.0)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("usage", ["many", [1], {"prompt_tokens": "five"}, None])
+def test_what_a_server_says_that_it_used_may_be_nonsense(server: ChatServer, usage: object) -> None:
+    server.say = lambda text: saying("fine")(text) | {"usage": usage}
+    assert ChatModel(server.url, "a-model").answers(ASKED, 1, 0.0) == ["fine"]

@@ -102,7 +102,7 @@ def test_a_hub_ids_or_folders_config_alone_is_read(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_refused_by_its_setting(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"sft\.model: no config of a model in '.*nowhere'"):
+    with pytest.raises(SettingsError, match=r"sft\.model: no folder '.*nowhere'"):
         answer(request(sft={**SFT, "model": str(tmp_path / "nowhere")}))
     with pytest.raises(SettingsError, match=r"sft\.model: not set, and the recipe has no pretrain section"):
         answer(request(sft=SFT))
@@ -216,6 +216,22 @@ def test_between_machines_it_takes_longer() -> None:
     phase = Phase("update", {}, 1, sent=1e10 * LINKS)
     assert sending(phase, JOINED, 16) == pytest.approx(10 / 8)  # eight ports of a tenth of the link's bandwidth
     assert sending(phase, DEVICE, 16) == 0.0  # of which nothing is known
+
+
+def test_what_goes_on_beside_other_phases_takes_no_time_of_its_own_unless_it_is_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(estimate, "chosen", lambda _: DEVICE)
+    for beside, expected in ((2.0, 30.0), (5.0, 50.0)):
+        phases = [
+            Phase(name, {"weights": 1.0}, 10, flops=1e13 * PLAIN * length, beside=name == "rollout")
+            for name, length in (("rollout", beside), ("scoring", 1.0), ("update", 2.0))
+        ]
+        monkeypatch.setattr(estimate, "phases_of", lambda *_, phases=phases: (phases, "bf16"))
+        ppo = {**PPO, "rollout": {"one_step_off": True}, "placement": "second_gpu"}
+        found = answer(replace(request(ppo=ppo), layouts={"ppo": "ddp"}))["stages"]["ppo"]
+        assert found["seconds"] == pytest.approx(expected)
+        assert [note.split(":")[0] for note in found["notes"]][1:] == ["left out"]
 
 
 def test_decoding_a_large_model_takes_the_time_to_read_it() -> None:

@@ -1,5 +1,6 @@
 """The evaluation of a run: the same held-out rows for every model, whatever stages it has, and nothing disturbed."""
 
+import errno
 import json
 import math
 import shutil
@@ -20,10 +21,12 @@ from rlhf.data.sources import Source
 from rlhf.data.split import split_by_prompt
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.disk import file_digest
-from rlhf.stages.evaluation import bench, judges, tasks
+from rlhf.stages.evaluation import bench, judges, statistics, tasks
+from rlhf.stages.evaluation.answers import Answer, answers
 from rlhf.stages.evaluation.config import EvaluationSettings, cheap
 from rlhf.stages.evaluation.evaluate import evaluate, finite
-from rlhf.stages.evaluation.subjects import find_subjects, is_current, read_answers, read_figures
+from rlhf.stages.evaluation.records import read_answers, read_figures
+from rlhf.stages.evaluation.subjects import find_subjects, is_current
 
 JUDGE = f"{WORLD}:judge"
 FULL = EvaluationSettings(num_prompts=5, num_samples=2, best_of=4, judge=JUDGE)
@@ -57,6 +60,7 @@ def test_perplexities_are_those_of_the_losses_that_the_stages_report(
 def test_every_figure_is_there_and_they_fit_together(found: tuple[Path, dict[str, Any]]) -> None:
     run_dir, figures = found
     assert json.loads((run_dir / "evaluation.json").read_text()) == figures
+    assert read_figures(run_dir) == figures
     assert list(figures["models"]) == ["base", "sft", "ppo"]
     assert figures["settings"]["num_prompts"] == 5
     assert figures["reward_model"] == "reward"  # as its folder is called here
@@ -76,8 +80,50 @@ def test_every_figure_is_there_and_they_fit_together(found: tuple[Path, dict[str
     assert scores == sorted(scores)
 
 
+def test_the_best_are_chosen_of_the_answers_that_were_given_and_of_more(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sampled twice, and what is sampled in addition are other answers."""
+    drawn: list[list[list[Answer]]] = []
+
+    def watch(*given: Any, **named: Any) -> list[list[Answer]]:
+        drawn.append(answers(*given, **named))
+        return drawn[-1]
+
+    monkeypatch.setattr(bench, "answers", watch)
+    said: list[str] = []
+    told = evaluate(tmp_path, chain, FULL, said.append)
+    assert [len(rows[0]) for rows in drawn] == [2, 2, 2, 2]  # sft, base, ppo and two more of sft
+    assert drawn[3] != drawn[0]
+    scores = [[answer.score for answer in [*one, *more]] for one, more in zip(drawn[0], drawn[3], strict=True)]
+    assert [row["score"] for row in told["best_of_n"]] == [row["score"] for row in statistics.best_of_n_curve(scores)]
+    assert "ppo: 0 of 10 answers" in said
+    assert "sft: the best of 4: 0 of 10 answers" in said
+    drawn.clear()
+    fewer = evaluate(tmp_path, chain, FULL.model_copy(update={"best_of": 1}))
+    assert len(drawn) == 3
+    assert fewer["best_of_n"][0]["score"] == pytest.approx(sum(row[0].score or 0.0 for row in drawn[0]) / 5)
+
+
+def test_a_disk_that_is_full_is_said_and_leaves_what_was_there(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, done = cheap(None), {"pretrain": chain["pretrain"]}
+    evaluate(tmp_path, done, asked)
+    before = (tmp_path / "evaluation.json").read_bytes()
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rlhf.stages.evaluation.evaluate.replace_text", full)
+    with pytest.raises(RuntimeError, match=r"evaluation\.json cannot be written there: No space left on device"):
+        evaluate(tmp_path, done, asked)
+    assert (tmp_path / "evaluation.json").read_bytes() == before
+
+
 def test_answers_lie_side_by_side(chain: dict[str, Path], found: tuple[Path, dict[str, Any]]) -> None:
-    rows = read_answers(found[0])
+    rows = read_answers(found[0], found[1]["answers_digest"])
+    assert rows == [json.loads(line) for line in (found[0] / "evaluation.jsonl").read_text().split("\n") if line]
     assert len(rows) == 5
     prompts = {row["prompt"] for row in Artifact(chain["ppo"]).samples}
     for row in rows:
@@ -95,9 +141,35 @@ def test_two_models_that_are_one_give_the_same_answers(tmp_path: Path, tokenizer
     assert [told["models"]["ppo"][name] for name in ("kl", "kl_interval")] == [0, [0, 0]]
     (pair,) = told["pairs"]
     assert (pair["wins"], pair["ties"], pair["losses"], pair["win_rate"]) == (0, 16, 0, 0.5)
-    assert all(row["answers"]["ppo"] == row["answers"]["sft"] for row in read_answers(tmp_path))
+    rows = read_answers(tmp_path, told["answers_digest"])
+    assert rows
+    assert all(row["answers"]["ppo"] == row["answers"]["sft"] for row in rows)
     assert told["best_of_n"] is None
     assert told["models"]["ppo"]["text_perplexity"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reward"),
+    [
+        ({"layout": "adapters", "lora": {"r": 2, "alpha": 4}}, "reward"),
+        ({"layout": "shared_trunk"}, "reward"),
+        ({"reward_model": None, "rewards": [{"function": f"{__name__}:num_letters"}]}, f"{__name__}:num_letters"),
+    ],
+)
+def test_any_ppo_is_held_against_its_sft(tmp_path: Path, tokenizer: Any, fields: dict[str, Any], reward: str) -> None:
+    """Whatever it was trained as and paid by, its model is whole and has the tokenizer of what it started from."""
+    given = model_folders(tmp_path, tokenizer)
+    run_ppo(tmp_path / "ppo", given | fields, num_iterations=1)
+    told = evaluate(tmp_path, {"ppo": tmp_path / "ppo"}, EvaluationSettings(num_prompts=2, num_samples=1, best_of=2))
+    assert told["reward_model"] == reward
+    assert [told["models"][name]["score"] is not None for name in ("sft", "ppo")] == [True, True]
+    assert told["models"]["ppo"]["kl"] is not None
+    assert [row["n"] for row in told["best_of_n"]] == [1, 2]
+    assert read_figures(tmp_path) == told
+
+
+def num_letters(prompts: list[str], responses: list[str]) -> list[float]:
+    return [float(len(response)) for response in responses]
 
 
 def test_nothing_is_disturbed(chain: dict[str, Path], tmp_path: Path) -> None:
@@ -150,7 +222,7 @@ def test_a_run_has_what_its_stages_give(chain: dict[str, Path], tmp_path: Path) 
     assert base["models"]["base"]["text_perplexity"] > 1
     assert base["models"]["base"]["length"] is None
     assert (base["pairs"], base["best_of_n"], base["tasks"]) == ([], None, None)
-    assert read_answers(tmp_path) == []
+    assert read_answers(tmp_path, base["answers_digest"]) == []
     scored = evaluate(tmp_path, {stage: chain[stage] for stage in ("sft", "reward")}, asked)
     assert list(scored["models"]) == ["base", "sft"]
     assert scored["models"]["sft"]["score"]["mean"] is not None
@@ -210,9 +282,6 @@ def test_an_evaluation_is_current_while_the_models_are_the_same(chain: dict[str,
     evaluate(tmp_path, {"pretrain": chain["pretrain"]}, cheap(None))
     assert is_current(tmp_path, {"pretrain": chain["pretrain"], "reward": chain["reward"]})
     assert not is_current(tmp_path, {"sft": chain["sft"]})
-    (tmp_path / "evaluation.json").write_text('{"models": ')
-    assert read_figures(tmp_path) == {}
-    assert not is_current(tmp_path, {"pretrain": chain["pretrain"]})
 
 
 class Server:
@@ -242,7 +311,7 @@ def test_a_model_behind_a_server_compares_and_gives_no_qualities(
     assert told["judge"] == "long-1"
     assert told["models"]["ppo"]["quality"] is None
     assert [row["quality"] for row in told["best_of_n"]] == [None, None]
-    rows = read_answers(tmp_path)
+    rows = read_answers(tmp_path, told["answers_digest"])
     for pair in told["pairs"][1::2]:
         texts = [(len(row["answers"][pair["one"]]), len(row["answers"][pair["other"]])) for row in rows]
         assert (pair["by"], pair["wins"]) == ("judge", sum(a > b for a, b in texts))

@@ -181,6 +181,12 @@ def test_the_curve_doubles_n_and_knows_its_kl() -> None:
         assert row["quality"] == pytest.approx(-row["score"])
 
 
+def test_one_prompt_has_no_interval() -> None:
+    """Of itself it says nothing of how far others lie from it."""
+    assert mean([3.0]) == (3.0, None)
+    assert win_rate([[1.0, 0.5]]) == (0.75, pytest.approx((0.75 * 0.025, 0.75 * 0.025 + 0.975)))
+
+
 def test_a_mean_has_the_interval_of_its_prompts() -> None:
     value, (low, high) = mean([[1.0, 3.0], [4.0, 8.0]] * 50)
     assert value == 4.0

@@ -82,9 +82,11 @@ def test_a_step_puts_up_so_many_and_asks_the_models_once(
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abcdef"))
     rewards = [models["reward0"], models["reward1"]]
-    folder = begun(models, num_prompts=2, choose_by=rewards)
+    folder = begun(models, num_prompts=2, choose_by=rewards, overlap=1)
     train(folder)
     assert len(chosen := put_up(folder)) == 2
+    with Store.open(folder / "feedback.sqlite") as store:  # one prompt waits for everybody, whatever the target
+        assert store.progress(store.add_rater("anybody"), target=0).raters[0].num_left == 1
     assert not list(folder.glob("candidates*"))
     with monkeypatch.context() as patch:
         patch.setattr("rlhf.stages.feedback.train.most_disputed", lambda *_: pytest.fail("asked again"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.feedback.records import Answer, Judged
 from rlhf.data.feedback.store import Store
 from rlhf.stages import judging
+from rlhf.stages.endpoint import ChatModel
 from rlhf.stages.judging import FunctionJudge, ModelJudge, Told, cost, judge_store, model_judge
 
 ANSWERS = {"one": ["a!!", "b", "c!"], "two": ["d", "e!"]}
@@ -158,6 +160,66 @@ def test_a_server_that_fails_ends_it_and_the_next_run_goes_on(
     assert "HTTP 500" in told.first_failure
     server.status = 200
     assert asks(store, server) == Told(num_judged=6)
+
+
+def test_of_a_prompt_about_which_a_question_has_failed_no_more_is_asked(store: Store, server: ChatServer) -> None:
+    asked = list[str]()
+
+    def fails(question: str) -> Any:
+        asked.append(question)
+        return saying("hm")(question)
+
+    server.say = fails
+    model = ChatModel(server.url, "big", at_once=1)
+    told = judge_store(store, ModelJudge(model, store.path.with_name("said")), silent)
+    assert (told.num_judged, told.num_failed, len(asked)) == (0, 2, 2)  # of eight questions one for each prompt
+
+
+def test_what_has_not_been_asked_at_ctrl_c_is_not_asked_any_more(
+    store: Store, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = ModelJudge(ChatModel(server.url, "big", at_once=1), store.path.with_name("said"))
+    asked = list[int]()
+
+    def stopped(*_: Any) -> float:
+        asked.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(judge, "_first_wins", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        judge_store(store, judge, silent)
+    assert len(asked) < 8
+
+
+def test_a_file_of_replies_that_is_none_is_refused_with_its_line(store: Store, server: ChatServer) -> None:
+    said = store.path.with_name("s.sqlite.replies.jsonl")
+    for line in ("{garbage", "[1]", '{"model": "big"}', '{"model": "big", "question": "x", "reply": 1}'):
+        said.write_text('{"model": "big", "question": "x", "reply": "A"}\n' + line + "\n")
+        with pytest.raises(DataError, match=r"replies.jsonl line 2: no reply of a model; delete the line"):
+            asks(store, server)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {i: 1.0 for i in range(len(responses))}", "a list of numbers is wanted, not a dict"),
+        ("return '1' * len(responses)", "a list of numbers is wanted, not a str"),
+        ("return [10**400] * len(responses)", "for row 1, not a finite number"),
+        ("return [[1, 2]] * len(responses)", "for row 1, not a finite number"),
+        ("return [1.0]", "1 qualities for 5 responses"),
+        ("return None", "TypeError"),
+        ("raise SystemExit(0)", "SystemExit"),
+    ],
+)
+def test_what_a_function_returns_is_checked_before_it_is_believed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "odd_judge", raising=False)
+    (tmp_path / "odd_judge.py").write_text(f"def judge(prompts, responses):\n    {body}\n")
+    with pytest.raises(ValueError, match=message):
+        judge_store(store, FunctionJudge("odd_judge:judge"), silent)
+    assert list(store.rankings()) == []
 
 
 def test_the_key_is_read_from_the_environment_or_missed(

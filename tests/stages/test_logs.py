@@ -1,5 +1,6 @@
 """What a stage tells: the same rows reach metrics.jsonl and every tracker, and no tracker can end a training."""
 
+import io
 import json
 import resource
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from rich.console import Console
 from stages_world import inputs, run_stage
 
 from rlhf.data.errors import SettingsError
@@ -223,3 +225,15 @@ def test_rows_of_a_lost_stretch_are_dropped(tmp_path: Path) -> None:
         file.write('{"step": 4, "lo')  # killed while writing
     logs.forget_rows_after(tmp_path, 2)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_on_a_narrow_terminal_the_figures_stand_below_the_bar_each_in_one_piece() -> None:
+    terminal = logs.Terminal("ppo", quiet=False)
+    shown = io.StringIO()
+    terminal._console = Console(file=shown, width=40, force_terminal=True, color_system=None, legacy_windows=False)
+    row = {"step": 5, "score": -3.7, "kl": 0.01, "entropy": 6.05, "eos_share": 0.5, "explained_variance": -110.8}
+    terminal.show(row, 10, 1.0)
+    terminal.close()
+    lines = [line.strip() for line in shown.getvalue().split("\n")]
+    assert "5/10" in lines[-4]
+    assert lines[-3:-1] == ["score -3.7  kl 0.01  entropy 6.05", "eos_share 0.5  explained_variance -110.8"]

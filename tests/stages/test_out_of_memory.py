@@ -15,7 +15,7 @@ from stages_world import TINY, inputs, run_stage, without_clock
 from test_train import Killed, at_step
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages import microbatches, out_of_memory, runtime
+from rlhf.stages import entry, microbatches, out_of_memory
 from rlhf.stages.artifact import Artifact, write_settings
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.out_of_memory import OutOfMemory, at_once, is_out_of_memory, within_memory
@@ -144,9 +144,9 @@ def test_a_stage_by_hand_ends_with_the_message_code_1_and_the_traceback_in_its_l
     folder = tmp_path / "pretrain"
     write_settings(folder, PretrainSettings.load({**TINY["pretrain"], "report_to": []}, "pretrain"))
     monkeypatch.setattr(sys, "argv", ["stage", str(folder)])
-    monkeypatch.setattr(runtime.PartialState, "destroy_process_group", lambda self: None)
+    monkeypatch.setattr(entry.PartialState, "destroy_process_group", lambda self: None)
     with pytest.raises(SystemExit) as ended:
-        runtime.run_stage(pretrain)
+        entry.run_stage(pretrain)
     assert ended.value.code == 1
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "failed"

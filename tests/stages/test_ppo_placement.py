@@ -15,9 +15,10 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages import budget_ppo
+from rlhf.stages.evaluation.config import cheap
+from rlhf.stages.evaluation.evaluate import evaluate
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo import placement
-from rlhf.stages.ppo.evaluate import evaluate_folder
 from rlhf.stages.ppo.placement import begun, second_gpu
 from rlhf.stages.ppo.reward_models import ModelReward
 
@@ -76,7 +77,9 @@ def test_a_second_gpu_changes_no_result(given: dict[str, str], tmp_path: Path, m
     ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("apart", "together"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     monkeypatch.setattr(placement, "second_gpu", second_gpu)
-    assert evaluate_folder(tmp_path / "apart") == evaluate_folder(tmp_path / "together")  # on any machine
+    apart, together = (evaluate(tmp_path, {"ppo": tmp_path / name}, cheap(None)) for name in ("apart", "together"))
+    assert apart["models"]["ppo"]["score"] == together["models"]["ppo"]["score"]  # on any machine
+    assert apart["pairs"] == together["pairs"]
 
 
 @pytest.mark.usefixtures("second")

@@ -113,12 +113,17 @@ def test_the_temperature_brings_confidence_down_to_how_often_it_is_right() -> No
     over_confident = deltas(2, 2, 2, -2)
     temperature = fit_temperature(over_confident)
     assert temperature == pytest.approx(2 / math.log(3), rel=1e-9)
+    assert temperature is not None
     assert expected_calibration_error(reliability(over_confident / temperature)) == pytest.approx(0, abs=1e-9)
 
 
-def test_the_temperature_stays_within_its_bounds() -> None:
-    assert fit_temperature(deltas(1, 2)) == pytest.approx(0.01)  # never wrong
-    assert fit_temperature(deltas(-1, 1, -2)) == pytest.approx(100)  # worse than chance
+def test_there_is_no_temperature_where_none_is_best() -> None:
+    """Never wrong, the lower the better; worse than chance, the higher. A bound of the search is no measurement."""
+    for never in (deltas(1, 2), deltas(-1, 1, -2)):
+        assert fit_temperature(never) is None
+    figures, card = report_card([pair_of(0.5), pair_of(0.25)])
+    assert not figures.keys() & {"temperature", "ece_after_temperature"}
+    assert card["reliability_after_temperature"] == []
 
 
 def test_a_card_measures_confidence_on_the_scale_that_was_trained_on() -> None:

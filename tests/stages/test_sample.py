@@ -30,6 +30,9 @@ class Scripted:
         self.temperatures.append(temperature)
         return list(self._say(self.calls))[: len(prompts)]
 
+    def cuts(self, prompt: Messages) -> bool:
+        return False
+
 
 def filled(store: Store, law: Law, *writers: Any, prompts: Sequence[Prompt] = PROMPTS) -> Filled:
     told = Filled()
@@ -71,6 +74,14 @@ def test_models_and_temperatures_take_turns_and_are_recorded(models: list[str], 
     kinds = [(model, temperature) for temperature in (0.7, 1.0) for model in models]
     assert [(model, temperature) for answers in found for _, model, temperature in answers] == [*kinds * 3, *kinds[:3]]
     assert all(len({text for text, _, _ in answers}) == 3 for answers in found)
+
+
+def test_so_many_prompts_are_for_all_raters(models: list[str], prompts: str, tmp_path: Path) -> None:
+    for _ in range(2):  # the same ones, when it is run again
+        run(models[:1], prompts, tmp_path / "s", "--overlap", "2")
+        with Store.open(tmp_path / "s") as store:
+            rater = store.add_rater("somebody")
+            assert store.progress(rater, target=0).raters[0].num_left == 2
 
 
 def test_the_same_seed_says_the_same_and_another_something_else(
@@ -156,7 +167,35 @@ def test_answers_that_leave_no_room_for_the_prompt_are_refused(models: list[str]
         run(models[:1], prompts, tmp_path / "s", "--max-new-tokens", "64")
 
 
+def test_of_two_at_once_the_first_to_have_answers_keeps_the_prompt(tmp_path: Path) -> None:
+    law = Law(2, (1.0,), 0, 1)
+    with Store.create(tmp_path / "s") as store, Store.open(tmp_path / "s") as other:
+
+        def meanwhile(_: int) -> list[str]:
+            filled(other, law, Scripted("quick", lambda _: ["a", "b"]), prompts=PROMPTS[:1])
+            return ["c", "d", "e", "f"]
+
+        told = filled(store, law, Scripted("slow", meanwhile), prompts=PROMPTS[:2])
+        assert [[text for text, _, _ in answers] for answers in contents(store)[:2]] == [["a", "b"], ["e", "f"]]
+    assert told == Filled(num_prompts=1, num_answers=2, num_before=1)
+
+
+def test_prompts_that_are_cut_are_counted(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(f'{{"prompt": "{"x" * 99}"}}\n{{"prompt": "one"}}\n')
+    run(models[:1], str(path), tmp_path / "s")
+    assert "1 prompts were cut on the left" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [["--num-answers", "1"], ["--temperature", "0"], ["--temperature", "a"]])
 def test_words_that_make_no_sense_are_refused(prompts: str, tmp_path: Path, words: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SettingsError, match=words[0]):
         run(["m"], prompts, tmp_path / "s", *words)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_store_behind(prompts: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no folder '\./gone'"):
+        run(["./gone"], prompts, tmp_path / "s")
+    assert not (tmp_path / "s").exists()

@@ -26,13 +26,20 @@ export const clock = {
     $("paused").showModal();
     this.stopped();
   },
-  tick() {
+  // Somebody is there; perhaps after hours in which the machine slept, and no tick came.
+  sign() {
+    this.pauseIfIdle();
+    this.seen = performance.now();
+  },
+  pauseIfIdle() {
     const idle = performance.now() - this.seen;
-    if (this.since !== null && idle > IDLE) {
-      this.pause();
-      this.before -= idle; // nobody was there
-      this.stopped();
-    }
+    if (this.since === null || idle <= IDLE) return;
+    this.pause();
+    this.before -= idle; // nobody was there
+    this.stopped();
+  },
+  tick() {
+    this.pauseIfIdle();
     const seconds = Math.floor(this.spent() / 1000);
     $("clock").textContent = `${Math.floor(seconds / 60)}:${String(seconds % 60).padStart(2, "0")}`;
   },
@@ -43,7 +50,7 @@ export function watchTime() {
   addEventListener("pagehide", () => clock.stop());
   addEventListener("pageshow", () => clock.run());
   for (const sign of ["pointermove", "pointerdown", "keydown", "scroll", "dragover"])
-    addEventListener(sign, () => (clock.seen = performance.now()), { passive: true, capture: true });
+    addEventListener(sign, () => clock.sign(), { passive: true, capture: true });
   $("pause").addEventListener("click", () => clock.pause());
   $("paused").addEventListener("close", () => {
     clock.run();

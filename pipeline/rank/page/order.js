@@ -51,14 +51,14 @@ export function make(tag, attributes, ...inside) {
 
 function chip(answer) {
   const { id, letter } = answer.dataset;
-  const start = answer.querySelector(".folding").textContent.trim().slice(0, 80);
+  const start = answer.querySelector(".text, code").textContent.trim().slice(0, 80);
   const button = (sign, word) =>
     make("button", { type: "button", tabindex: "-1", "aria-label": `Answer ${letter}: ${word}`, "data-step": word }, sign);
   return make(
     "div",
     { class: "chip", draggable: "true", "data-id": id },
     make("span", { class: "letter" }, letter),
-    make("span", { class: "start", "aria-hidden": "true" }, start),
+    make("span", { class: "start", dir: "auto", "aria-hidden": "true" }, start),
     button("▲", "better"),
     button("▼", "worse"),
   );

@@ -73,7 +73,7 @@ function open(details, field) {
 }
 
 const LETTERS = {
-  u: () => $("undo").requestSubmit(),
+  u: () => $("undo").querySelector("button").click(),
   s: () => $("skip").requestSubmit(),
   b: () => $("all-bad").click(),
   f: () => open("flagging", "reason"),
@@ -83,8 +83,18 @@ const LETTERS = {
 const MOVES = { ArrowUp: -1, ArrowDown: 1 };
 const STEPS = { ArrowLeft: -1, ArrowRight: 1 };
 
+// What a key says on this page, whatever the layout: by what it writes, and where that is no letter or digit of ours
+// (Cyrillic, Persian, French digits, which want Shift), by where it is.
+function meant({ key, code, shiftKey }) {
+  if (/^[0-9]$/.test(key)) return key;
+  const [, digit, letter] = /^(?:Digit([0-9])|Key([A-Z]))$/.exec(code) ?? [];
+  if (digit && !shiftKey) return digit;
+  return letter && key.length === 1 && key > "\x7f" ? letter.toLowerCase() : key;
+}
+
 function onKey(event) {
-  const { key, target } = event;
+  const { target } = event;
+  const key = meant(event);
   if (event.altKey || event.metaKey || event.isComposing || isBusy() || $("paused")?.open) return;
   if (target.matches("textarea, input:not([type=radio], [type=checkbox])")) {
     if (key === "Escape") mark(marked);
@@ -94,7 +104,8 @@ function onKey(event) {
   }
   if (event.ctrlKey) return;
   const onControl = target.closest("button, a, summary, input[type=checkbox], .strength");
-  if (/^[0-9]$/.test(key) && form && !target.closest(".strength")) rankByKey(Number(key));
+  if (/^[0-9]$/.test(key) && form && !target.closest(".strength") && (lettersAreKeys() || target.closest(".answer")))
+    rankByKey(Number(key));
   else if (key === "Enter" && form && !onControl) $("submit").click();
   else if (key in MOVES && form && !onControl && !target.matches("pre"))
     mark(answers[Math.min(Math.max(answers.indexOf(marked) + MOVES[key], 0), answers.length - 1)]);
@@ -190,6 +201,8 @@ if (form) {
     changed(answer);
     mark(answer, false);
   });
+  // The column scrolls by itself where the window is low: what is opened comes into sight whole.
+  document.addEventListener("toggle", ({ target }) => target.open && target.scrollIntoView({ block: "nearest" }), true);
   $("letters").checked = lettersAreKeys();
   $("letters").addEventListener("change", (event) => localStorage.setItem("letters", event.target.checked ? "on" : "off"));
 }

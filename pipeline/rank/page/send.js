@@ -1,4 +1,7 @@
-// Sending: each request has an id made here, and is sent again until the server has answered, which then counts once.
+// Sending: each request has an id made here, or says what it undoes, so that it counts once; it is sent again until the
+// server has answered.
+
+const PATIENCE = 20_000; // milliseconds, after which a connection has gone that nobody closed
 
 let busy = false;
 export const isBusy = () => busy;
@@ -11,20 +14,19 @@ export async function send(what, button, seconds, tell) {
   if (fields.has("request")) fields.set("request", newId());
   if (fields.has("seconds")) fields.set("seconds", seconds.toFixed(1));
   const body = new URLSearchParams(fields);
-  // An undo that does not say of what would undo one more.
-  const again = what.id !== "undo" || fields.get("act") !== "";
   for (let wait = 500; ; wait = Math.min(2 * wait, 8000)) {
     let status = 0;
     let text = "The server does not answer.";
     try {
-      const answer = await fetch(what.action, { method: "POST", body, headers: { Accept: "text/plain" } });
+      const signal = AbortSignal.timeout(PATIENCE);
+      const answer = await fetch(what.action, { method: "POST", body, headers: { Accept: "text/plain" }, signal });
       status = answer.status;
       text = await answer.text();
     } catch {
       status = 0; // no answer, or half of one
     }
-    if (status === 200) return location.replace(text ? `/?done=${text}` : "/");
-    if (again && (status === 0 || status >= 500)) {
+    if (status === 200) return location.replace("/");
+    if (status === 0 || status >= 500) {
       tell(`${text} Yours is kept here and sent again …`);
       await new Promise((done) => setTimeout(done, wait));
       continue;

@@ -1,0 +1,104 @@
+"""A ranking spreadsheet: a prompt, its answers (`answer_1`, `answer_2` …) and their ranks (`rank_1` …) or scores.
+
+Answers may be called answer, response, completion, output or candidate, the prompt question, instruction or query; the
+number may follow a `_`, `-`, `.` or blank, or nothing, and may be a letter (`answer_a`, `rank_a`). Rank 1 is best; of
+scores and ratings higher is better, and beside ranks they are strengths. Answers with an empty cell are not there, so
+rows may have fewer than others; of an answer and its rank one alone is left out and counted, the others are kept.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from rlhf.data.columns import plain
+from rlhf.data.examples import Ranking, by_score, ranked
+from rlhf.data.formats import Format
+from rlhf.data.messages import Messages, Unusable, as_prompt, as_question, as_response
+
+_PROMPTS = ("prompt", "question", "instruction", "query")
+_ANSWERS = ("answer", "response", "completion", "output", "candidate")
+_NUMBERED = re.compile(r"([a-z]+?)(?:s?[ _.-]?(\d+)|s?[ _.-]([a-z]))")
+
+
+class _Columns(NamedTuple):
+    """Names of columns, those of the answers by number or letter."""
+
+    prompt: str
+    answers: dict[str, str]
+    ranks: dict[str, str]
+    scores: dict[str, str]
+
+
+def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
+    found = _columns(tuple(row))
+    assert found is not None
+    prompt = _prompt(row, found.prompt)
+    name, said = ("rank", found.ranks) if found.ranks else ("score", found.scores)
+    answers: list[str] = []
+    values: list[Any] = []
+    strengths: list[Any] = []
+    left_out: list[Ranking | Unusable] = []
+    for mark in found.answers | said:
+        answer, value = row.get(found.answers.get(mark, "")), row.get(said.get(mark, ""))
+        if _empty(answer) and _empty(value):
+            continue
+        if _empty(answer):
+            left_out.append(Unusable(f"a {name} without its answer", f": {said[mark]}"))
+            continue
+        if _empty(value):
+            left_out.append(Unusable(f"an answer without its {name}", f": {found.answers[mark]}"))
+            continue
+        answers.append(as_response(answer, found.answers[mark], prompt))
+        values.append(value)
+        strengths.append(row.get(found.scores.get(mark, "")))
+    if not values and left_out:
+        raise Unusable(f"no answer has a {name}")
+    if name == "score":
+        return [by_score(prompt, answers, values, row.get("source")), *left_out]
+    strong = None if any(map(_empty, strengths)) else strengths
+    return [ranked(prompt, answers, values, strong, row.get("source")), *left_out]
+
+
+def _prompt(row: dict[str, Any], name: str) -> Messages:
+    if name == "prompt":
+        return as_prompt(row[name])
+    return as_question({name: row[name], "input": row.get("input")}, row.get("system"))
+
+
+def _empty(value: Any) -> bool:
+    """Nothing, blanks, or the NaN that pandas writes into an empty cell."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
+@lru_cache(maxsize=1024)  # rows of one source mostly have the same columns
+def _columns(columns: tuple[str, ...]) -> _Columns | None:
+    """The columns of the answers and of what is said of them; None where these are not there, or leave a choice."""
+    numbered: dict[str, dict[str, str]] = {}
+    for column in columns:
+        if match := _NUMBERED.fullmatch(plain(column)):
+            word, digits, letter = match.groups()
+            mark = str(int(digits)) if digits else letter
+            before = numbered.setdefault(word, {}).setdefault(mark, column)
+            if plain(before) != plain(column):  # answer_1 and answer1
+                return None
+            if column == plain(column):  # before one that is alike
+                numbered[word][mark] = column
+    prompts = [name for name in _PROMPTS if name in columns]
+    answers = [numbered[word] for word in _ANSWERS if len(numbered.get(word, ())) > 1]
+    ranks, scores = _first(numbered, ("rank", "ranking")), _first(numbered, ("score", "rating"))
+    if not prompts or len(answers) != 1 or len(answers[0].keys() & (ranks or scores).keys()) < 2:
+        return None
+    return _Columns(prompts[0], answers[0], ranks, scores)
+
+
+def _first(numbered: dict[str, dict[str, str]], words: Iterable[str]) -> dict[str, str]:
+    return next((numbered[word] for word in words if word in numbered), {})
+
+
+def _recognises(row: dict[str, Any]) -> bool:
+    return _columns(tuple(row)) is not None
+
+
+# No column is required, so that every format that reads such rows comes first.
+FORMATS = (Format("ranked_columns", "preferences", (), _read, recognises=_recognises),)

@@ -1,0 +1,96 @@
+"""In what a stage differs from results that are there: why it is run anew, and whose rankings it does not take over."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.data.errors import RefusedError
+from rlhf.pipeline.references import sealed
+from rlhf.stages.artifact import Artifact, Identity, identify, read_settings
+from rlhf.stages.feedback.config import FeedbackSettings
+from rlhf.stages.feedback.stores import left_behind
+
+UPSTREAM = {
+    ("sft", "model"): "pretrain",
+    ("feedback", "model"): "sft",
+    ("reward", "model"): "sft",
+    ("reward", "data"): "feedback",
+    ("ppo", "model"): "sft",
+    ("ppo", "reward_model"): "reward",
+}
+"""Which stage fills in a model, or rankings, that the recipe leaves empty."""
+SHOWN = 3  # differences; more are counted
+
+
+def why_new(identity: Identity, run_dir: Path) -> str:
+    """The difference to the nearest finished sibling."""
+    others = [differences(identity, identity_of(artifact)) for artifact in sealed(identity.stage, run_dir)]
+    if not others:
+        return "not run yet"
+    return in_short(min(others, key=len)) or "another attempt"
+
+
+def unheard(settings: FeedbackSettings, identity: Identity | None, run_dir: Path, waiting: str) -> Iterator[str]:
+    """A line for each store whose people's rankings a feedback step that is still to end will not have.
+
+    Where the identity is not known yet, `waiting` says why.
+    """
+    folder = None if identity is None else run_dir / identity.folder_name
+    for store, num, is_alike in left_behind(settings, run_dir, folder):
+        if identity is None:
+            why = waiting
+        elif is_alike:
+            why = "people went on there and here"
+        else:
+            try:
+                then = identify(read_settings(store.parent, FeedbackSettings))
+                why = (
+                    f"{in_short(differences(identity, then)) or 'another attempt'}; changed back, it goes on with them"
+                )
+            except RefusedError:
+                why = "its model or its prompts are gone"
+        rankings = "ranking" if num == 1 else "rankings"
+        yield (
+            f"{num} {rankings} in {store.parent.name} will not be taken over ({why}); to keep them: "
+            f"`rlhf data export {store} ranked.jsonl --as rankings`"
+        )
+
+
+def in_short(found: list[str]) -> str:
+    """Differences in a line."""
+    return ", ".join(found[:SHOWN] + ([f"{len(found) - SHOWN} more changes"] if len(found) > SHOWN else []))
+
+
+def identity_of(artifact: Artifact) -> Identity:
+    """What a sealed folder was made from."""
+    manifest = artifact.manifest
+    return Identity(manifest["stage"], manifest["inputs"], manifest["data"], manifest["settings"])
+
+
+def differences(now: Identity, then: Identity) -> list[str]:
+    """Settings that differ, with both values, inputs and data."""
+    stage = now.stage
+    old, new = _flat(then.settings), _flat(now.settings)
+    found = [
+        f"{stage}.{name} {old.get(name)} → {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name != "attempt"
+    ]
+    found += [
+        f"input {UPSTREAM.get((stage, name), name)} changed"
+        for name in sorted(then.inputs.keys() | now.inputs.keys())
+        if then.inputs.get(name) != now.inputs.get(name)
+    ]
+    names = sorted(then.data.keys() | now.data.keys())
+    return found + [f"{stage}.{name} changed" for name in names if then.data.get(name) != now.data.get(name)]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

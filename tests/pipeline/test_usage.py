@@ -1,0 +1,48 @@
+"""Words of the command line that cannot be read: one line in our form, the nearest word, exit code 2."""
+
+from collections.abc import Callable
+
+import pytest
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("estimate", "demo", "--run-dir", "x"), "rlhf estimate: no option --run-dir; there are --device, --devices"),
+        (("estimate", "demo", "--devise", "x"), "rlhf estimate: no option --devise; did you mean '--device'? `rlhf"),
+        (("init",), "rlhf init: NAME is missing: What to call the recipe"),
+        (("data", "check", "x"), "rlhf data check: --as is missing: text, demonstrations"),
+        (("rnu",), "rlhf: no such command 'rnu'. Did you mean 'run'"),
+        (
+            ("data", "chek", "x"),
+            "rlhf data: no such command 'chek'. Did you mean 'check'? `rlhf data --help` tells more",
+        ),
+        (("chat", "m", "--max-new-tokens", "0"), "rlhf chat: invalid value for '--max-new-tokens': "),
+        (("status", "a", "b"), "rlhf status: got unexpected extra argument(s) (b); `rlhf status --help` tells more"),
+        (("status", "a", "--json=1"), "option '--json' does not take a value"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(rlhf: Call, words: tuple[str, ...], message: str) -> None:
+    code, out, err = rlhf(*words)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+
+
+def test_a_group_without_words_shows_its_commands(rlhf: Call) -> None:
+    code, out, err = rlhf("data")
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: rlhf data")
+    assert "error" not in err
+
+
+@pytest.mark.parametrize("words", [(), ("data",)])
+def test_no_command_is_listed_with_half_a_sentence(
+    rlhf: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = rlhf(*words, "--help")
+    assert code == 0
+    assert "Commands:" in out
+    assert "..." not in out[out.index("Commands:") :]
