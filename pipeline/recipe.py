@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from yaml import MarkedYAMLError, YAMLError
 
 from rlhf.data.errors import SettingsError, first_line
-from rlhf.stages.artifact import STEPS
+from rlhf.stages.artifact import STEPS, yaml_text
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -213,7 +213,7 @@ def shipped_recipes() -> dict[str, Traversable]:
 def to_yaml(recipe: Recipe) -> str:
     """The resolved recipe; loading it again gives the same recipe."""
     content = recipe.model_dump(mode="json")
-    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in content.items() if v is not None}))
+    return yaml_text({k: v for k, v in content.items() if v is not None})
 
 
 def read_yaml(name: str, shipped: Mapping[str, Traversable], kind: str) -> Any:

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from omegaconf import OmegaConf
+import yaml
 
 from rlhf.data import sources
 from rlhf.data.errors import RefusedError, SettingsError
@@ -244,11 +244,28 @@ def code_digest(reference: str) -> str:
     return hashlib.sha256(name + b"\0" + Path(source).read_bytes() if source else reference.encode()).hexdigest()
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads plain values as OmegaConf does, in a tenth of its time."""
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes what `_Loader` and OmegaConf read as it was."""
+
+
+for _kind in (_Loader, _Dumper):  # to YAML 1.1, 1e-5 is a word
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+$"), [*"+-0123456789"])
+
+
+def yaml_text(content: Any) -> str:
+    """Plain values as YAML, in their order."""
+    return yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
 def write_settings(folder: Path, settings: StageSettings) -> None:
     """Write settings.yaml, from which the stage can be run again."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"stage": settings.stage, **settings.model_dump(mode="json")}
-    replace_text(folder / "settings.yaml", OmegaConf.to_yaml(OmegaConf.create(content)))
+    replace_text(folder / "settings.yaml", yaml_text(content))
 
 
 def read_settings(folder: Path, cls: type[AnyStage]) -> AnyStage:
@@ -256,7 +273,7 @@ def read_settings(folder: Path, cls: type[AnyStage]) -> AnyStage:
     path = folder / "settings.yaml"
     if not path.is_file():
         raise RefusedError(f"{folder}: no settings.yaml; it names the settings that the stage runs with")
-    content = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+    content = cast(dict[str, Any], _Loader(path.read_text(encoding="utf-8")).get_single_data())
     stage = content.pop("stage", cls.stage)
     if stage != cls.stage:
         raise SettingsError(f"{path}: holds settings of stage '{stage}', not '{cls.stage}'")

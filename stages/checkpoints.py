@@ -142,10 +142,11 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 @contextmanager
-def saying_what_cannot_be_written(folder: Path, what: str | None = None) -> Iterator[None]:
+def saying_what_cannot_be_written(folder: Path, what: str | None = None, keep: bool = False) -> Iterator[None]:
     """Make of a full disk or a lost permission an error that a person can act on, and remove what was half written.
 
-    `what` is being written for the stage in `folder`; by default it is told from what was half written.
+    `what` is being written for the stage in `folder`; by default it is told from what was half written, which is to
+    `keep` while other processes may be writing it.
     Raises CannotWrite; the checkpoints that were complete before stay as they are.
     """
     try:
@@ -159,7 +160,8 @@ def saying_what_cannot_be_written(folder: Path, what: str | None = None) -> Iter
         left = temporaries(folder)
         taken = sum(path.stat().st_size for top in left for path in [top, *top.rglob("*")] if path.is_file())
         free = shutil.disk_usage(folder).free
-        remove_temporaries(folder)
+        if not keep:
+            remove_temporaries(folder)
         if what is None:
             names = [top.relative_to(folder).as_posix().replace("/.", "/") for top in left]
             what = ", ".join(name.removeprefix(".").removesuffix(".writing") for name in names) or "a file"

@@ -259,7 +259,7 @@ class Runtime(Processes, Generic[AnyStage]):
         what, failures = f"the checkpoint of step {step}", []
         self.on_main(lambda: clear(self.folder), what)
         try:
-            with self.stopping.saving(), saying_what_cannot_be_written(self.folder, what):
+            with self.stopping.saving(), saying_what_cannot_be_written(self.folder, what, keep=True):
                 yield self.folder / "checkpoints" / ".writing"
         except CannotWrite as error:
             failures.append(str(error))

@@ -2,15 +2,19 @@
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,22 +25,78 @@ IMPORTED = [
     "pytest",
     *(f"rlhf.stages.{stage}.train" for stage in ("pretrain", "sft", "reward", "ppo")),
     *(f"rlhf.pipeline.{name}" for name in ("cli", "runner", "report")),
+    "accelerate.commands.config",
+    "torch.distributed.run",
+    "launching",
 ]
 
 
 @cache
 def context() -> ForkServerContext:
-    """Of multiprocessing, with a server that is one for all tests of this process and ends with it."""
+    """Of multiprocessing, with a server that is one for all tests of this process and ends with it.
+
+    The server is forked from this process (tests/conftest.py sees to it before the first test), which has most of
+    the imports behind it.
+    """
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONWARNINGS", "ignore")
         resource_tracker.ensure_running()  # it would tell of what killed processes leave
-    with pytest.MonkeyPatch.context() as patch:  # what the libraries read when they are imported
-        for name, value in {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}.items():
-            patch.setenv(name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", _serve)
         forkserver.ensure_running()
     return found
+
+
+def _serve(_: str, words: Sequence[str], kept: Sequence[int]) -> int:
+    """What comes of `python -c CODE`, in a process that begins with what this one has imported."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # threads of this process that wait for tests to run are not missed there
+        if number := os.fork():
+            return number
+    gc.freeze()
+    pipes = {os.fstat(number).st_ino for number in kept}
+    for number in map(int, os.listdir("/dev/fd")):  # the other end of the pipe that tells of this process's end
+        with contextlib.suppress(OSError):
+            if number not in kept and os.fstat(number).st_ino in pipes:
+                os.close(number)
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # type: ignore[assignment]
+    _say_what_python_says()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    try:
+        import huggingface_hub.constants
+        import torch
+
+        huggingface_hub.constants.HF_HUB_OFFLINE = True  # it was read when they were imported
+        torch.set_num_threads(1)
+        exec(words[-1], {"__name__": "__main__"})
+    except Exception:
+        traceback.print_exc()
+    finally:  # not what comes after the tests of this process
+        os._exit(0)
+
+
+def _say_what_python_says() -> None:
+    """Logs and warnings go to stderr, where pytest keeps them to itself and makes errors of warnings."""
+    logging.root.handlers.clear()
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+    warnings.resetwarnings()
+    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", kind)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.optim.lr_scheduler")  # as torch wants it
+
+    def show(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    warnings.showwarning = show
 
 
 def fork(function: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
@@ -60,19 +120,37 @@ class Command:
     stderr: str
 
 
+@dataclass
+class Begun:
+    """A command that runs."""
+
+    process: ForkServerProcess
+    folder: Path
+    """Of its streams, in files."""
+
+    def end(self, seconds: float) -> Command:
+        """Wait for it so long, and then kill it."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+        assert self.process.exitcode is not None
+        said, told = ((self.folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        shutil.rmtree(self.folder)
+        return Command(self.process.exitcode, said, told)
+
+
 def rlhf(*words: str, cwd: Path, typed: str = "", seconds: float = 300) -> Command:
-    """`rlhf WORDS` in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        streams = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
-        streams[0].write_text(typed)
-        process = fork(_rlhf, words, cwd, streams)
-        process.join(seconds)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        _, said, told = (path.read_text(encoding="utf-8") for path in streams)
-    assert process.exitcode is not None
-    return Command(process.exitcode, said, told)
+    """`rlhf WORDS` in a process of its own, and the processes of its stages, to the end."""
+    return begin(*words, cwd=cwd, typed=typed).end(seconds)
+
+
+def begin(*words: str, cwd: Path, typed: str = "") -> Begun:
+    """The same, while this process goes on."""
+    folder = Path(tempfile.mkdtemp())
+    streams = [folder / name for name in ("stdin", "stdout", "stderr")]
+    streams[0].write_text(typed)
+    return Begun(fork(_rlhf, words, cwd, streams), folder)
 
 
 def _rlhf(words: tuple[str, ...], cwd: Path, streams: list[Path]) -> NoReturn:
@@ -80,7 +158,10 @@ def _rlhf(words: tuple[str, ...], cwd: Path, streams: list[Path]) -> NoReturn:
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     sys.stdin = os.fdopen(0)
+    from launching import start_by_forking
+
     os.execv = _be  # type: ignore[assignment]
+    start_by_forking()
     become(words)
 
 

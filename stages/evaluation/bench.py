@@ -107,13 +107,10 @@ class Bench:
 
     def settings(self) -> dict[str, Any]:
         """What decided the figures, as evaluation.json says it."""
-        names = ("num_samples", "best_of", "num_tokens")
-        found: dict[str, Any] = {name: getattr(self.asked, name) for name in names}
-        if self.questions is not None:
-            law = self.questions.settings
-            found |= {name: getattr(law, name) for name in ("seed", "temperature", "max_new_tokens")}
-            found["num_prompts"] = len(self.questions.prompts)
-        return found
+        found: dict[str, Any] = {name: getattr(self.asked, name) for name in ("num_samples", "best_of", "num_tokens")}
+        law = self.questions and self.questions.settings
+        found |= {name: law and getattr(law, name) for name in ("seed", "temperature", "max_new_tokens")}
+        return found | {"num_prompts": self.questions and len(self.questions.prompts)}
 
     def speaker(self, name: str) -> Speaker:
         """The model, in memory."""
@@ -126,7 +123,8 @@ class Bench:
         """The beginning of a model's entry: which it is, and how it foresees held-out text and responses."""
         found: dict[str, Any] = {
             "model": self.subjects[name].name, "digest": self.digests[name], "keys": {},
-            "text_perplexity": None, "num_text_tokens": 0, "response_perplexity": None, "num_response_tokens": 0,
+            "text_perplexity": None, "num_text_tokens": 0, "text_bits_per_byte": None,
+            "response_perplexity": None, "num_response_tokens": 0, "response_bits_per_byte": None,
         }  # fmt: skip
         if self.blocks is not None:
             blocks, texts = self.blocks, self.blocks[:, 1:].tolist()

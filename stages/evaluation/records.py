@@ -1,4 +1,4 @@
-"""What an evaluation leaves in the run folder: evaluation.json and evaluation.jsonl, and how both are read. No torch."""
+"""What an evaluation leaves in the run folder, evaluation.json and evaluation.jsonl, and how it is read. No torch."""
 
 import hashlib
 import json
@@ -115,7 +115,10 @@ class Row(BaseModel):
 
 
 def read_figures(run_dir: Path) -> dict[str, Any] | None:
-    """The run's evaluation with every key of `Figures`, models in the order of NAMES; None if there is none that can be read."""
+    """The run's evaluation with every key of `Figures`, models in the order of NAMES.
+
+    None if there is none that can be read: one that is cut short, edited by hand, or of another version.
+    """
     try:
         content = json.loads((run_dir / FIGURES).read_text(encoding="utf-8"))
         found = Figures.model_validate(content).model_dump(mode="json")

@@ -182,6 +182,9 @@ class CheckpointedTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Nothing: in a checkpoint the weights are beside the optimizer's state."""
 
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Nothing: it would be in a checkpoint, and takes as long as writing the rest of a small one."""
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
         training_state.save(folder, [self.model], [self.optimizer], {}, self.run.is_main)

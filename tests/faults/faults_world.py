@@ -125,6 +125,8 @@ class Server:
         """One process to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said, trace = (Path(folder) / name for name in ("said", "trace"))
+            trace.touch()  # it may be killed before it is itself
+            said.touch()
             began = time.monotonic()
             process = fork(_rlhf, words, self.home, said, trace, point, self.report)
             process.join(kill_after)
@@ -141,22 +143,6 @@ class Server:
                     calls[stage, what] += 1
             assert process.exitcode is not None
             return Ended(process.exitcode, said.read_text(errors="replace"), stage, seconds, dict(calls))
-
-
-def processes_of(run: Path, ranks_alone: bool = False) -> list[int]:
-    """Processes that work on a stage in this run folder (absolute): launchers and ranks, or ranks alone."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            environment = (path / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone meanwhile, or another user's
-            continue
-        if any(word.startswith(os.fsencode(run) + b"/") for word in words) and (
-            not ranks_alone or any(value.startswith(b"RANK=") for value in environment)
-        ):
-            found.append(int(path.name))
-    return sorted(found)
 
 
 def _rlhf(words: tuple[str, ...], home: Path, said: Path, trace: Path, point: Point | None, report: bool) -> NoReturn:

@@ -10,20 +10,23 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
 from campaign import differences
-from faults_world import processes_of, write_world
+from faults_world import write_world
+from forking import begin
+from launching import ranks
 
 RLHF = str(Path(sys.executable).parent / "rlhf")
 
 
-# Text that is read by a stage; in its process 1 the fifth step waits for something that does not come.
+# Text that is read by a stage; in the process whose rank is in the file `hangs`, the fifth step waits for something
+# that does not come.
 HANGS = """
 import os, time
+from pathlib import Path
 from rlhf.recipes import demo_world
 def documents():
     return [{"text": text} for text in demo_world.documents(num=60)]
-if os.environ.get("RANK") == "1":
+if Path("hangs").exists() and os.environ.get("RANK") == Path("hangs").read_text():
     from rlhf.stages.pretrain import train
     optimise, calls = train.optimise, []
     def hang(*arguments):
@@ -33,80 +36,83 @@ if os.environ.get("RANK") == "1":
         return optimise(*arguments)
     train.optimise = hang
 """
+# The pretrain stage in two processes.
+WORDS = [
+    "run",
+    "recipe.yaml",
+    "--to",
+    "pretrain",
+    "--run-dir",
+    "run",
+    "num_processes=2",
+    "pretrain.data=text:documents",
+]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def start(home: Path, run: str, *overrides: str) -> "subprocess.Popen[str]":
-    """The pretrain stage in two processes, long enough to be killed in."""
-    words = [RLHF, "run", "recipe.yaml", "num_processes=2", "pretrain.num_steps=100", "--to", "pretrain"]
-    words += ["pretrain.eval_every=50", "--run-dir", str(home / run), *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        words, cwd=home, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("ranks")
+def prepare(home: Path, hangs: str | None) -> None:
+    """A working directory; rank `hangs` will hang."""
     write_world(home)
-    return home
+    (home / "text.py").write_text(HANGS)
+    if hangs is not None:
+        (home / "hangs").write_text(hangs)
 
 
 def test_a30_two_runs_at_once_do_not_meet_and_one_whose_process_is_killed_ends_in_seconds_and_then_like_the_other(
-    home: Path,
+    tmp_path: Path,
 ) -> None:
     """Accelerate's own port is taken. What becomes of a killed rank 1 is in tests/pipeline/test_signals.py."""
+    homes = [tmp_path / name for name in ("one", "killed")]
+    prepare(homes[0], hangs=None)
+    prepare(homes[1], hangs="0")
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):  # taken already is as good
             taken.bind(("", 29500))
             taken.listen()
-        one, killed = start(home, "one"), start(home, "killed")
-        while not any(path.read_text().count("\n") >= 5 for path in home.glob("killed/pretrain-*/metrics.jsonl")):
-            assert killed.poll() is None
+        one, killed = (begin(*WORDS, cwd=home) for home in homes)
+        while not any(path.read_text().count("\n") >= 3 for path in homes[1].glob("run/pretrain-*/metrics.jsonl")):
+            assert killed.process.exitcode is None
             time.sleep(0.01)
-        os.kill(process_of_rank(home / "killed", 0), signal.SIGKILL)
+        os.kill(ranks(homes[1])["RANK=0"], signal.SIGKILL)
         began = time.monotonic()
-        said, _ = killed.communicate(timeout=60)
+        ended = killed.end(60)
         assert time.monotonic() - began < 15
-        assert processes_of(home / "killed") == []
-        assert killed.returncode == 1
-        assert said.splitlines()[-1].startswith("error: pretrain: ")
-        assert "It was rank 0 (pid " in said
-        assert "it goes on from step" in said
-        again = start(home, "killed")
+        assert ranks(homes[1]) == {}
+        assert ended.returncode == 1
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith("error: pretrain: ")
+        assert "It was rank 0 (pid " in last
+        assert "it goes on from step" in last
+        (homes[1] / "hangs").unlink()
+        again = begin(*WORDS, cwd=homes[1])
         for run, words in ((one, ""), (again, "resuming from step")):
-            said, _ = run.communicate(timeout=300)
-            assert run.returncode == 0, said
-            assert words in said
-    for name in ("one", "killed"):
-        manifest = json.loads(next((home / name).glob("pretrain-*/manifest.json")).read_text())
+            ended = run.end(300)
+            assert ended.returncode == 0, ended
+            assert words in ended.stdout
+    for home in homes:
+        manifest = json.loads(next(home.glob("run/pretrain-*/manifest.json")).read_text())
         assert manifest["made_with"]["processes"] == 2
-        assert processes_of(home / name) == []
-    assert pretrain_differences(home / "killed", home / "one") == []
+        assert ranks(home) == {}
+    assert pretrain_differences(homes[1] / "run", homes[0] / "run") == []
 
 
-def test_a_process_that_hangs_ends_all_and_is_named_with_what_it_was_doing(home: Path) -> None:
-    (home / "hangs.py").write_text(HANGS)
-    run = start(home, "hung", "pretrain.data=hangs:documents", "stop_hung_after=3")
-    said, _ = run.communicate(timeout=120)
+def test_a_process_that_hangs_ends_all_and_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
+    """Started as one types it; no process here is forked from one that has imported everything."""
+    prepare(tmp_path, hangs="1")
+    run = subprocess.run(
+        [RLHF, *WORDS, "stop_hung_after=6"], cwd=tmp_path, env=os.environ | ENVIRONMENT, timeout=120, check=False,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said = run.stdout
     assert run.returncode == 1, said
-    assert processes_of(home / "hung") == []
+    assert ranks(tmp_path) == {}
     last = said.splitlines()[-1]
     assert last.startswith("error: pretrain: it stands still: rank 1 (pid ")
     assert "after step 4" in last
     assert "it goes on from step 4" in last
-    [log] = (home / "hung").glob("pretrain-*/error.log")
+    [log] = (tmp_path / "run").glob("pretrain-*/error.log")
     assert "in hang" in log.read_text()  # where it hangs
-
-
-def process_of_rank(run: Path, rank: int) -> int:
-    (found,) = (
-        number
-        for number in processes_of(run, ranks_alone=True)
-        if b"RANK=%d" % rank in Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
-    )
-    return found
 
 
 def pretrain_differences(ours: Path, theirs: Path) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlhf.pipeline.recipe import load_recipe
+from rlhf.pipeline.recipe import section_class
 from rlhf.stages.artifact import identify, read_settings, seal
 from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.subjects import find_subjects
@@ -35,7 +35,7 @@ class FakeStages:
 
     def train(self, stage: str, folder: Path) -> None:
         self.trained.append(stage)
-        settings = read_settings(folder, type(load_recipe(str(folder.parent / "recipe.yaml")).section(stage)))
+        settings = read_settings(folder, section_class(stage))
         identity = identify(settings)
         (folder / "status.json").write_text('{"state": "running", "step": 3, "steps": 10, "message": ""}')
         if stage in self.in_stage:

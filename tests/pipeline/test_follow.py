@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,6 +11,8 @@ from time import sleep
 from typing import Any
 
 import pytest
+from forking import begin, fork
+from launching import start_by_forking
 
 from rlhf.pipeline import cli, follow, launch
 from rlhf.pipeline.errors import RunFailed
@@ -48,26 +49,32 @@ def recipe(world: Path) -> Recipe:
     return load_recipe("recipe.yaml", ["accelerate_config=machines.yaml"])
 
 
-def test_each_machine_starts_its_part_of_a_stage(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_each_machine_starts_its_part_of_a_stage(recipe: Recipe) -> None:
     Path("fake_stage.py").write_text(textwrap.dedent(STAGE))
-    words, environment = launch.command("sft", Path("run/sft-1"), recipe)
-    assert "--main_process_port" not in words
-    monkeypatch.setattr(launch, "command", lambda *_: ([*words[:-2], "fake_stage", words[-1]], environment))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = Path("run").absolute()
     (run_dir / "sft-1").mkdir(parents=True)
-    other = subprocess.Popen(
-        [sys.executable, "-c", "from rlhf.pipeline.cli import main; main()", "follow", str(run_dir), "1"]
-    )
+    first = fork(first_machine, Path.cwd())
+    other = begin("follow", str(run_dir), "1", cwd=Path.cwd())
+    first.join(120)
+    ended = other.end(30)
+    assert (first.exitcode, ended.returncode) == (0, 0), ended
+    assert [(run_dir / "sft-1" / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 0 2", "2 1 2"]
+    assert not (run_dir / "sft-1" / launch.ORDER).exists()
+    assert "machine 1: fake_stage run/sft-1" in ended.stdout
+
+
+def first_machine(world: Path) -> None:
+    """What `rlhf run` does there for a stage."""
+    os.chdir(world)
+    start_by_forking()
+    recipe = load_recipe("recipe.yaml", ["accelerate_config=machines.yaml"])
+    words, environment = launch.command("sft", Path("run/sft-1"), recipe)
+    assert "--main_process_port" not in words
+    launch.command = lambda *_: ([*words[:-2], "fake_stage", words[-1]], environment)
+    run_dir = Path("run").absolute()
     with held(run_dir, 0) as fd:
         launch.run_stage("sft", run_dir / "sft-1", recipe, fd)
         write_summary(run_dir, {"sft": Entry("done")})
-    assert other.wait(timeout=30) == 0
-    assert [(run_dir / "sft-1" / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 0 2", "2 1 2"]
-    assert not (run_dir / "sft-1" / launch.ORDER).exists()
-    assert "machine 1: fake_stage run/sft-1" in capfd.readouterr().out
 
 
 class Launches:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 from pipeline_world import write_recipe, write_rows
 
@@ -225,16 +226,17 @@ def test_a_device_that_is_not_known_is_refused_before_anything_is_started(child:
     assert child.request == {}
 
 
-def test_a_whole_recipe_is_told_by_the_real_process(world: Path, rlhf: Call) -> None:
+def test_a_whole_recipe_is_told_by_the_real_process(world: Path) -> None:
     write_recipe(
         world,
         pretrain={"data": "text.jsonl", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 300,
                   "context_length": 64, "num_steps": 10},
         sft={"data": "demonstrations.jsonl", "max_length": 64},
     )  # fmt: skip
-    code, out, err = rlhf("estimate", "recipe.yaml", "--devices", "2xl4", "--json", "accelerate_config={sft: fsdp2}")
-    assert (code, err) == (0, "")
-    found = json.loads(out)
+    words = ["--devices", "2xl4", "--json", "accelerate_config={sft: fsdp2}"]
+    ended = forking.rlhf("estimate", "recipe.yaml", *words, cwd=world)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    found = json.loads(ended.stdout)
     assert (found["device"]["name"], found["fits"]) == ("L4", True)
     assert {stage: of_stage["layout"] for stage, of_stage in found["stages"].items()} == {
         "pretrain": "ddp", "sft": "fsdp2"

@@ -14,6 +14,8 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+from forking import fork
+from launching import start_by_forking
 
 from rlhf.data.errors import RefusedError
 from rlhf.pipeline import launch
@@ -218,38 +220,17 @@ tell("stopped")
 
 
 @pytest.mark.parametrize("kill_launcher", [False, True])
-def test_workers_of_a_group_save_and_are_gone(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, kill_launcher: bool
-) -> None:
-    """Real workers, which live in sessions of their own; the default port is taken meanwhile."""
+def test_workers_of_a_group_save_and_are_gone(world: Path, kill_launcher: bool) -> None:
+    """Workers live in sessions of their own; the default port is taken meanwhile."""
     Path("fake_stage.py").write_text(WORKER)
-    two = recipe.model_copy(update={"num_processes": 2})
-    words, environment = launch.command("sft", Path(), two)
-    words = [*words[:-3], "-m", "fake_stage"]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(launch, "command", lambda *_: (words, environment))
-    groups: list[int] = []
-    watched = launch._watched
-
-    def watch(mark: str, group: int, *others: Any) -> AbstractContextManager[None]:
-        groups.append(group)
-        return watched(mark, group, *others)
-
-    running = Path("status.json").absolute()
-
-    def end() -> None:
-        assert appears(running, seconds=60)
-        os.kill(groups[0], signal.SIGKILL) if kill_launcher else os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(launch, "_watched", watch)
-    Thread(target=end, daemon=True).start()
-    with socket.socket() as taken, held(Path(), 0) as lock:
+    with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):  # taken already is as good
             taken.bind(("", 29500))
             taken.listen()
-        with pytest.raises(RunFailed if kill_launcher else SystemExit):
-            launch.run_stage("sft", Path(), two, lock)
+        process = fork(run_group, world, kill_launcher)
+        process.join(120)
+    assert process.exitcode == 0
     told = [Path(f"worker-{rank}").read_text().split() for rank in (0, 1)]
     assert told[0] == told[1]
     assert (told[0][0], told[0][2]) == ("2", "35")  # stop_within and a little more
@@ -261,6 +242,31 @@ def test_workers_of_a_group_save_and_are_gone(
         sleep(0.05)
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def run_group(world: Path, kill_launcher: bool) -> None:
+    """A run's part: a stage of two processes, and what ends it."""
+    os.chdir(world)
+    start_by_forking()
+    two = load_recipe("recipe.yaml", ["num_processes=2"])
+    words, environment = launch.command("sft", Path(), two)
+    launch.command = lambda *_: ([*words[:-3], "-m", "fake_stage"], environment)
+    groups: list[int] = []
+    watched = launch._watched
+
+    def watch(mark: str, group: int, *others: Any) -> AbstractContextManager[None]:
+        groups.append(group)
+        return watched(mark, group, *others)
+
+    launch._watched = watch
+
+    def end() -> None:
+        assert appears(Path("status.json"), seconds=60)
+        os.kill(groups[0], signal.SIGKILL) if kill_launcher else os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=end, daemon=True).start()
+    with held(Path(), 0) as lock, pytest.raises(RunFailed if kill_launcher else SystemExit):
+        launch.run_stage("sft", Path(), two, lock)
 
 
 def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(recipe: Recipe) -> None:

@@ -9,7 +9,8 @@ from browser_world import CHROMIUM, Browser, Tab
 from report_world import METRICS, SAMPLE, make_run, set_metrics
 
 from rlhf.pipeline.report import render
-from rlhf.pipeline.report.compare import Comparison, write
+from rlhf.pipeline.report.compare import Comparison
+from rlhf.pipeline.report.page import write
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 SHOWN = "[...document.querySelectorAll('.gallery .sample')].filter(e => e.checkVisibility()).length"
@@ -25,7 +26,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_dir = make_run(folder / name, list(METRICS), samples)
         set_metrics(run_dir, "ppo", findings=["kl_blow_up"])
         render(run_dir)
-    write(Comparison([folder / "one", folder / "two"]), folder / "comparison.html")
+    write(folder / "comparison.html", Comparison([folder / "one", folder / "two"]).page())
     return folder
 
 

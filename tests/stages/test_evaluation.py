@@ -161,7 +161,7 @@ def test_any_ppo_is_held_against_its_sft(tmp_path: Path, tokenizer: Any, fields:
     given = model_folders(tmp_path, tokenizer)
     run_ppo(tmp_path / "ppo", given | fields, num_iterations=1)
     told = evaluate(tmp_path, {"ppo": tmp_path / "ppo"}, EvaluationSettings(num_prompts=2, num_samples=1, best_of=2))
-    assert told["reward_model"] == reward
+    assert told["reward_model"].endswith(reward)
     assert [told["models"][name]["score"] is not None for name in ("sft", "ppo")] == [True, True]
     assert told["models"]["ppo"]["kl"] is not None
     assert [row["n"] for row in told["best_of_n"]] == [1, 2]
@@ -222,6 +222,7 @@ def test_a_run_has_what_its_stages_give(chain: dict[str, Path], tmp_path: Path) 
     assert base["models"]["base"]["text_perplexity"] > 1
     assert base["models"]["base"]["length"] is None
     assert (base["pairs"], base["best_of_n"], base["tasks"]) == ([], None, None)
+    assert read_figures(tmp_path) == base  # what was not measured is null
     assert read_answers(tmp_path, base["answers_digest"]) == []
     scored = evaluate(tmp_path, {stage: chain[stage] for stage in ("sft", "reward")}, asked)
     assert list(scored["models"]) == ["base", "sft"]

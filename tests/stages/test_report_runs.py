@@ -11,10 +11,14 @@ import pytest
 from ppo_world import model_folders, run_ppo
 from reward_world import marked, run_reward
 
+from rlhf.pipeline.report.charts import draw_charts
+from rlhf.pipeline.report.curves import curves
+from rlhf.pipeline.report.facts import is_of_phases
 from rlhf.pipeline.report.judgement import judge_run
 from rlhf.pipeline.report.page import page
 from rlhf.pipeline.report.run import Run, read_run
 from rlhf.pipeline.summary import Entry, write_summary
+from rlhf.stages.artifact import Artifact
 
 LENGTH = 6  # tokens, of which each is a byte
 
@@ -100,3 +104,13 @@ def test_a_run_on_shuffled_ranks_is_said_to_have_a_broken_reward(given: dict[str
     assert "Reward model data 361 361 nothing" in shown
     assert "Reward model answers, tokenised 721 722 1 × longer than max_length" in shown
     assert "Reward model prompts, tokenised 360 361 1 × nothing to compare" in shown
+
+
+def test_every_curve_says_what_it_shows(chain: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the title of its chart, or in a line."""
+    monkeypatch.setattr("rlhf.pipeline.report.charts.draw_lines", lambda *_: "")
+    for stage, folder in chain.items():
+        found = {name: line for name, line in curves(Artifact(folder).metrics).items() if not is_of_phases(name)}
+        drawn = draw_charts(stage, found, {})
+        assert drawn["charts"]
+        assert [chart["title"] for chart in drawn["more_charts"] if not chart["what"]] == []
