@@ -119,11 +119,11 @@ def evaluate(
     asked = EvaluationSettings.load(base | {name: value for name, value in given.items() if value is not None}, "eval")
     with waiting("loading", lambda text: None if as_json else print(text, flush=True)) as tell:
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, read_summary(run_dir)), asked, tell)
-    render_report(run_dir)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     else:
         evaluation.show(found)
+    render_report(run_dir)
 
 
 def _newest_policy(run_dir: Path, stage: str | None) -> "Artifact":

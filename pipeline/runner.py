@@ -267,6 +267,5 @@ def render_report(run_dir: Path) -> None:
         with waiting("drawing the report"):
             report.render(run_dir)
     except Exception as error:
-        raise RunFailed(
-            f"report: {type(error).__name__}: {error}; the stages are finished, `rlhf report {run_dir}` tries again"
-        ) from error
+        told = error if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
+        raise RunFailed(f"report: {told}; the stages are finished, `rlhf report {run_dir}` tries again") from error

@@ -73,7 +73,9 @@ def _verify(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     for line in [verify.as_json(found)] if as_json else verify.lines(found):
         print(line)
     if found.damage:
-        raise RunFailed(f"{run_dir}: {len(found.damage)} things are not as they were, named above")
+        several = len(found.damage) > 1
+        what = f"{len(found.damage)} things are not as they were" if several else "1 thing is not as it was"
+        raise RunFailed(f"{run_dir}: {what}, named above")
 
 
 @tools_app.command("clean")

@@ -174,11 +174,20 @@ class Artifact:
         return self._rows("samples.jsonl")
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
+        """Raises RefusedError for a line that cannot be read, the last one apart: a kill may have cut it short."""
         path = self.folder / name
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one short
+        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:  # UnicodeDecodeError is one
+                if number < len(lines):
+                    what = "it was changed since the stage wrote it; put it back as it was, or delete the line"
+                    raise RefusedError(f"{path} line {number}: cannot be read ({error}); {what}") from None
+        return rows
 
 
 def refuse_damaged_model(model: Path, hashes: bool = False) -> None:

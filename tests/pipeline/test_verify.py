@@ -63,7 +63,7 @@ def test_each_kind_of_damage_is_named_with_its_cure(
     code, out, err = rlhf("verify", "run")
     assert code == 1
     assert f"{sft.name}/{what}; " in out
-    assert err == "error: run: 1 things are not as they were, named above\n"
+    assert err == "error: run: 1 thing is not as it was, named above\n"
     code, out, _ = rlhf("verify", "run", "--json")
     told = json.loads(out)
     assert code == 1

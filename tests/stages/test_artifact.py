@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages.artifact import (
     Artifact,
     code_digest,
@@ -113,6 +113,19 @@ def test_an_artifact_is_known_by_its_model_and_not_by_its_logs(settings: SFTSett
         seal(folder, identify(settings), {}, 1, {})
         digests.append(Artifact(folder).digest)
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("line", ['{"step": 2, "sc', '{"step": 2, sco}', '{"step": "\\udc"}', b'{"step": "\xff"}'])
+def test_a_damaged_line_of_the_metrics_is_named_but_for_the_last_which_a_kill_may_have_cut(
+    tmp_path: Path, line: str | bytes
+) -> None:
+    damaged = line if isinstance(line, bytes) else line.encode()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\r\n' + damaged)
+    assert Artifact(tmp_path).metrics == [{"step": 1}]
+    path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
+    with pytest.raises(RefusedError, match=r"metrics\.jsonl line 2: cannot be read \(.*put it back"):
+        _ = Artifact(tmp_path).metrics
 
 
 def test_another_function_of_the_same_file_is_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
