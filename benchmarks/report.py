@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "pipeline"))
 
 from browser_world import Browser
 
+from rlhf.stages.evaluation.records import short_hash
+
 STAGES = ("pretrain", "sft", "reward", "ppo")
 WORDS = ("the", "a", "fox", "king", "river", "sang", "found", "was", "very", "proud", "of", "“quoted”", "<b>", "&")
 PPO_METRICS = (
@@ -125,25 +127,26 @@ def write_evaluation(run_dir: Path, chance: random.Random, num_prompts: int, num
     def text() -> str:
         return " ".join(chance.choices(WORDS, k=num_words))
 
-    with (run_dir / "evaluation.jsonl").open("w", encoding="utf-8") as file:
-        for _ in range(num_prompts):
-            words = text().split()
-            changed = [chance.choice(WORDS) if chance.random() < 0.3 else word for word in words]
-            row = {
-                "prompt": text()[:200], "answers": {"base": text(), "sft": " ".join(words), "ppo": " ".join(changed)},
-                "scores": {name: chance.gauss(0, 1) for name in ("base", "sft", "ppo")},
-                "qualities": {name: chance.random() for name in ("base", "sft", "ppo")},
-                "lengths": dict.fromkeys(("base", "sft", "ppo"), num_words),
-            }  # fmt: skip
-            file.write(json.dumps(row) + "\n")
+    rows = []
+    for _ in range(num_prompts):
+        words = text().split()
+        changed = [chance.choice(WORDS) if chance.random() < 0.3 else word for word in words]
+        rows.append({
+            "prompt": text()[:200], "answers": {"base": text(), "sft": " ".join(words), "ppo": " ".join(changed)},
+            "scores": {name: chance.gauss(0, 1) for name in ("base", "sft", "ppo")},
+            "qualities": {name: chance.random() for name in ("base", "sft", "ppo")},
+            "lengths": dict.fromkeys(("base", "sft", "ppo"), num_words),
+        })  # fmt: skip
+    (run_dir / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     pair = {"one": "ppo", "other": "sft", "by": "judge", "wins": 600, "ties": 0, "losses": 400,
             "win_rate": 0.6, "interval": [0.57, 0.63], "length_controlled": 0.58,
             "length_controlled_interval": [0.55, 0.61]}  # fmt: skip
-    models = {name: {"text_perplexity": 9.0, "length": 150.0} for name in ("base", "sft", "ppo")}
+    models = {name: {"model": name, "text_perplexity": 9.0, "length": 150.0} for name in ("base", "sft", "ppo")}
     best_of_n = [
         {"n": n, "score": math.log(n), "quality": 0.5, "kl": math.log(n) - (n - 1) / n} for n in (1, 2, 4, 8, 16)
     ]
-    evaluation = {"form": "full", "settings": {}, "models": models, "pairs": [pair], "best_of_n": best_of_n}
+    evaluation = {"form": "full", "settings": {}, "models": models, "pairs": [pair], "best_of_n": best_of_n,
+                  "answers_digest": short_hash(rows)}  # fmt: skip
     (run_dir / "evaluation.json").write_text(json.dumps(evaluation), encoding="utf-8")
 
 
