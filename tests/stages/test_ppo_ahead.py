@@ -1,5 +1,6 @@
 """One step off: rollouts that are sampled while the one before is learned from, and what they must not change."""
 
+import copy
 import threading
 import time
 import traceback
@@ -59,9 +60,8 @@ class Watched:
             return self.learned[-1][1]
 
         def updating(updater: Updater, *arguments: Any) -> Any:
-            policy = tiny_policy()
-            policy.load_state_dict(updater.run.unwrap(updater.policy).model.state_dict())
-            self.policies.append(policy)
+            # Copied rather than made, which would draw random numbers from those of the thread that samples.
+            self.policies.append(copy.deepcopy(updater.run.unwrap(updater.policy).model))
             return update(updater, *arguments)
 
         with pytest.MonkeyPatch.context() as patch:
