@@ -28,9 +28,10 @@ def quality(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     return [len(set(filter(_is_letter, response))) / LENGTH for response in responses]
 
 
-def letters_above_all_e(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """A reward that is right about answers of the SFT model, where letters are rare, and pays most for e e e e e e."""
-    return [(sum(map(_is_letter, text)) + 3 * text.count("e")) / LENGTH for text in responses]
+def letters_above_all_the_same(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """A reward that is right about answers of the SFT model, where letters are rare, and pays most for one repeated."""
+    letters = [list(filter(_is_letter, response)) for response in responses]
+    return [(len(some) + 3 * (max(map(some.count, some), default=1) - 1)) / LENGTH for some in letters]
 
 
 def _is_letter(sign: str) -> bool:
@@ -76,7 +77,8 @@ def test_a_healthy_run_is_said_to_have_improved(given: dict[str, str], tmp_path:
 
 
 def test_a_run_that_went_too_far_is_said_to_be_over_optimised(given: dict[str, str], tmp_path: Path) -> None:
-    run = run_of(tmp_path, given, rewards=[{"function": "test_report_runs:letters_above_all_e"}], num_iterations=14)
+    rewards = [{"function": "test_report_runs:letters_above_all_the_same"}]
+    run = run_of(tmp_path, given, rewards=rewards, num_iterations=24)
     line = dict(run.stages["ppo"].curves["eval_true_quality"])
     assert max(line.values()) > line[0] + 0.1  # it was better at first
     verdict = judge_run(run)["ppo"]
