@@ -130,11 +130,11 @@ def _json_lines(lines: IO[bytes]) -> Iterator[tuple[int, Row]]:
 
 def _json_row(content: bytes) -> Row:
     try:
-        return as_row(_DECODER.decode(content.removeprefix(BOM).decode("utf-8", "surrogatepass")))
+        return as_row(DECODER.decode(content.removeprefix(BOM).decode("utf-8", "surrogatepass")))
     except RecursionError:
         return Unreadable("JSON nested too deeply")
     except json.JSONDecodeError as error:
-        return Unreadable("broken JSON", _json_detail(error))
+        return Unreadable("broken JSON", json_detail(error))
     except UnicodeDecodeError as error:
         return Unreadable("not UTF-8", f", byte {error.start + 1} of the line")
 
@@ -144,10 +144,11 @@ def _whole_number(digits: str) -> float:
     return int(digits) if len(digits) < 300 else float(digits)
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole_number)  # json.loads would make one anew for each row
+DECODER = json.JSONDecoder(parse_int=_whole_number)  # json.loads would make one anew for each row
 
 
-def _json_detail(error: json.JSONDecodeError) -> str:
+def json_detail(error: json.JSONDecodeError) -> str:
+    """Where and why a text is no JSON, as errors tell it."""
     return f", column {error.colno}: {error.msg.removesuffix(' at')}"
 
 
@@ -181,7 +182,7 @@ def _json_value(file: Path, text: str) -> Any:
     try:
         return json.loads(text, parse_int=_whole_number)
     except json.JSONDecodeError as error:
-        raise DataError(f"{file} line {error.lineno}: broken JSON{_json_detail(error)}") from error
+        raise DataError(f"{file} line {error.lineno}: broken JSON{json_detail(error)}") from error
     except RecursionError as error:
         raise DataError(f"{file}: JSON nested too deeply; a row is an object of texts and lists") from error
 

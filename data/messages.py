@@ -4,7 +4,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from rlhf.data.files import describe
+from rlhf.data.files import DECODER, describe, json_detail
 
 Messages = list[dict[str, str]]  # [{"role": …, "content": …}, …]
 
@@ -92,6 +92,19 @@ def as_messages(value: Any, name: str) -> Messages:
     return messages
 
 
+def as_list(value: Any, name: str) -> Any:
+    """The list that a cell of a table holds as JSON text; anything else, also text that begins no list, as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return DECODER.decode(value)
+    except json.JSONDecodeError as error:
+        cure = r"""; in a table's cell a list is JSON: ["a \"quoted\" text", "b"] or [1, 2]"""
+        raise Unusable(f"{name} is broken JSON", f"{json_detail(error)}{cure}") from None
+    except RecursionError:
+        raise Unusable(f"{name} is JSON nested too deeply") from None
+
+
 def as_question(parts: dict[str, Any], system: Any = None, history: Any = None) -> Messages:
     """A prompt from columns: a system message, earlier rounds as pairs of texts, then the parts by name, a line each.
 
@@ -123,11 +136,7 @@ def with_tools(prompt: Messages, tools: Any) -> Messages:
 
     `tools` is a list of objects, or that list as JSON text; anything else under this name means something else.
     """
-    if isinstance(tools, str) and tools.lstrip().startswith("["):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            raise Unusable("tools is broken JSON") from None
+    tools = as_list(tools, "tools")
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         return prompt
     text = "\n".join(["Tools:", *map(_json, tools)])

@@ -9,6 +9,7 @@ from rlhf.data.messages import (
     Messages,
     Unusable,
     as_conversation,
+    as_list,
     as_messages,
     as_prompt,
     as_response,
@@ -23,7 +24,10 @@ from rlhf.data.sources import Row, Source, describe
 # Kinds whose rows have columns of their own names.
 NEEDS = {
     "demonstrations": "prompt and response, or messages",
-    "preferences": "prompt, chosen and rejected, or prompt, responses and ranks",
+    "preferences": (
+        "prompt, chosen and rejected, or prompt, responses and ranks, "
+        "or of one answer a row prompt, response and rank (or score)"
+    ),
     "prompts": "prompt, or messages",
 }
 # What a source's `map` can name.
@@ -39,8 +43,12 @@ COLUMNS = (
     "completions",
     "ranks",
     "strengths",
+    "rank",
+    "score",
     "source",
 )
+# Columns of ours and of formats that hold nothing but lists; in the cells of a table they are JSON.
+LISTS = ("messages", "responses", "completions", "ranks", "strengths", "conversations", "conversation", "instances")
 # Columns under which rows of each kind are read without further ado; a format must need more to come before them.
 OWN: dict[str, tuple[tuple[str, ...], ...]] = {
     "text": (),
@@ -53,6 +61,8 @@ OWN: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "prompts": (("messages",), ("prompt",)),
 }
+
+_JSON_LIST = "; in a table's cell it is JSON, such as [1, 2]"
 
 # One row: each returns (the shape it has, what it means) or raises Unusable.
 
@@ -153,18 +163,18 @@ def _answered(value: Any, name: str) -> tuple[Messages, str]:
 
 def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[str], list[float]]:
     for value, column in ((values, name), (ranks, "ranks")):
-        if not isinstance(value, list):
-            raise Unusable(f"{column} is {describe(value)}, not a list")
+        if not isinstance(as_list(value, column), list):
+            raise Unusable(f"{column} is {describe(value)}, not a list", _JSON_LIST * isinstance(value, str))
     if len(values) != len(ranks):
         raise Unusable(f"{name} and ranks differ in length", f": {len(values)} and {len(ranks)}")
     return [as_response(value, name, prompt) for value in values], ranks
 
 
 def _strengths(values: Any, num: int) -> list[Any] | None:
-    if values is None:
+    if values is None or (isinstance(values, str) and not values.strip()):
         return None
-    if not isinstance(values, list):
-        raise Unusable(f"strengths is {describe(values)}, not a list")
+    if not isinstance(as_list(values, "strengths"), list):
+        raise Unusable(f"strengths is {describe(values)}, not a list", _JSON_LIST * isinstance(values, str))
     if len(values) != num:
         raise Unusable("strengths and responses differ in length", f": {len(values)} and {num}")
     return None if any(value is None or value != value for value in values) else values  # NaN: what pandas writes

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf.data.columns import COLUMNS_FOUND
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Prompt, Ranking
 from rlhf.data.formats import AmbiguousError
 from rlhf.data.messages import prompt_key, prompt_text
-from rlhf.data.report import Report
+from rlhf.data.report import JUDGED, Report
 from rlhf.data.rows import numbered
 from rlhf.data.sources import Source, read_rows
 
@@ -28,6 +29,8 @@ class Recognised:
     """None where they are nothing that can be used, or can be used in several ways."""
     reasons: dict[str, str] = field(default_factory=dict)
     """By kind, why they are not of it."""
+    almost: dict[str, str] = field(default_factory=dict)
+    """Those of the kinds whose columns they have: the first row that cannot be used, and why."""
     ambiguous: str = ""
     """What to say where their columns leave a choice."""
     map: dict[str, str] = field(default_factory=dict)
@@ -37,6 +40,12 @@ class Recognised:
     """How many were read; there are no more unless it is LOOKED_AT."""
     bad: int = 0
     """How many of them cannot be used."""
+    first_bad: str = ""
+    """The first of these, and why."""
+    examples: int = 0
+    """How many texts, demonstrations, rankings or prompts they make."""
+    warnings: list[str] = field(default_factory=list)
+    """What else reading them told."""
     prompts: int = 0
     """Different prompts among them."""
     prompt_length: int = 0
@@ -57,6 +66,7 @@ def recognise(path: str, names: Mapping[str, str] | None = None) -> Recognised:
     no kind; `reasons` say why.
     """
     reasons: dict[str, str] = {}
+    almost: dict[str, str] = {}
     source = Source(path=path, streaming=True, map=dict(names or {}))
     for kind in KINDS if not names else [kind for kind in KINDS if (kind == "text") == ("text" in names)]:
         report = Report(kind)
@@ -69,11 +79,18 @@ def recognise(path: str, names: Mapping[str, str] | None = None) -> Recognised:
             reasons[kind] = str(error)
             continue
         if not report.kept or report.bad > MOSTLY * report.rows:
-            reasons[kind] = "row {}: {}".format(*report.first_bad())
+            reasons[kind] = _first_bad(report)
+            if not _lacks_columns(report):
+                almost[kind] = reasons[kind]
             continue
-        counts: dict[str, Any] = {"format": report.format, "rows": report.rows, "bad": report.bad, "map": source.map}
+        warnings = [_with_reason(warning, reasons) for warning in report.warnings]
+        counts: dict[str, Any] = {
+            "format": report.format, "rows": report.rows, "bad": report.bad, "map": source.map,
+            "first_bad": _first_bad(report) if report.bad else "", "examples": len(examples), "warnings": warnings,
+        }  # fmt: skip
         if kind == "text":
             return Recognised(kind, reasons, **counts, length=sum(map(len, examples)))
+        counts["almost"] = almost
         prompts = [example.messages if isinstance(example, Prompt) else example.prompt for example in examples]
         before = [len(prompt_text(prompt)) for prompt in prompts]
         whole = [length + _longest(example) for length, example in zip(before, examples, strict=True)]
@@ -81,7 +98,7 @@ def recognise(path: str, names: Mapping[str, str] | None = None) -> Recognised:
             kind, reasons, **counts, prompts=len(set(map(prompt_key, prompts))), prompt_length=_most(before),
             length=_most(whole),
         )  # fmt: skip
-    return Recognised(None, reasons)
+    return Recognised(None, reasons, almost)
 
 
 def columns_of(path: str) -> list[str]:
@@ -91,6 +108,21 @@ def columns_of(path: str) -> list[str]:
     except DataError:
         return []
     return list(map(str, row)) if isinstance(row, dict) else []
+
+
+def _first_bad(report: Report) -> str:
+    return "row {}: {}".format(*report.first_bad())
+
+
+def _lacks_columns(report: Report) -> bool:
+    """Whether most rows are of another kind, and not bad ones of this."""
+    return sum(drop.count for drop in report.dropped.values() if COLUMNS_FOUND in drop.detail) >= MOSTLY * report.rows
+
+
+def _with_reason(warning: str, reasons: Mapping[str, str]) -> str:
+    """A warning that demonstrations could be a ranking, with why they are none."""
+    tried = warning.startswith(JUDGED) and "preferences" in reasons
+    return f"{warning}, but here {reasons['preferences']}" if tried else warning
 
 
 def _longest(example: Any) -> int:

@@ -10,6 +10,8 @@ FIRST_FEW = 5  # row numbers kept for each reason
 # Left out without counting as bad data: such a row has nothing to learn from, or nothing that is not read elsewhere.
 BLANK, DUPLICATE, TIED = "blank text", "duplicate prompt", "all answers tied"
 HARMLESS = BLANK, DUPLICATE, TIED, UNJUDGED, DELETED
+JUDGED = "each row has one answer and how good it is"
+"""What a warning about demonstrations begins with."""
 
 
 @dataclass

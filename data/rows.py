@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -12,10 +13,11 @@ from rlhf.data.columns import columns_found, did_you_mean, find, names, plain, w
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Demonstration, Prompt, Ranking, told_of_tools
 from rlhf.data.files import DOCUMENTS, suffixes
+from rlhf.data.formats.ranked_answers import FORMATS as ONE_A_ROW
 from rlhf.data.formats.unpaired import refuse_judged_bad
-from rlhf.data.messages import Messages, Unusable, prompt_key, prompt_text
-from rlhf.data.own import COLUMNS, NEEDS, OWN, PARSERS, cure
-from rlhf.data.report import DUPLICATE, TIED, Dropped, Report
+from rlhf.data.messages import Messages, Unusable, as_list, prompt_key, prompt_text
+from rlhf.data.own import COLUMNS, LISTS, NEEDS, OWN, PARSERS, cure
+from rlhf.data.report import DUPLICATE, JUDGED, TIED, Dropped, Report
 from rlhf.data.sources import Row, Source, Unreadable, locate, read_rows
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+_BAD_ONES_TOO = "all are learned from, bad ones too; as preferences those to one prompt are a ranking"
 _WITH_PROMPTS = ("demonstrations", "preferences")  # kinds whose formats are read for their prompts, too
 
 
@@ -105,6 +108,8 @@ def numbered(
     columns: dict[str, None] = {}
     waiting: dict[formats.Format, list[formats.Numbered]] = {}
     seen: set[str] = set()
+    judged: formats.Format | None = None
+    met: set[tuple[str, ...]] = set()  # columns of rows
 
     def refuse(example: Any) -> None:
         if isinstance(example, Unusable):
@@ -124,6 +129,9 @@ def numbered(
             row = _named(raw, source, kind)
             if kind == "demonstrations":
                 refuse_judged_bad(row)
+                if isinstance(row, dict) and tuple(row) not in met:
+                    met.add(tuple(row))
+                    judged = judged or _judged(row)
             known = _format_of(row, source, kind)
             if known is None:
                 shape, found = PARSERS[kind](row, source)
@@ -153,14 +161,19 @@ def numbered(
         yield from _read_together(known, rows, report, refuse, kind)
     _check_map(source, columns)
     report.format = "; ".join(shapes)
+    if judged is not None and report.kept:
+        report.warnings.append(f"{JUDGED} ({judged.name}): {_BAD_ONES_TOO}")
     if len(shapes) > 1:
         report.warnings.append(f"rows of {len(shapes)} shapes in one source: {report.format}")
 
 
 def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
     """The foreign format of a row; None for text, and for rows with our own column names."""
-    if source.map or not isinstance(row, dict) or kind == "text":
+    if not isinstance(row, dict) or kind == "text":
         return None
+    if source.map:
+        one_a_row = kind == "preferences" and not any(_has(row, shape) for shape in OWN[kind])
+        return next((f for f in ONE_A_ROW if f.fits(row)), None) if one_a_row else None
     try:
         if kind == "prompts" and source.format is not None:
             kind = next(f.kind for f in formats.formats() if f.name == source.format)
@@ -174,6 +187,15 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
             f"say which in the source: format: {' or '.join(error.names)}"
         ) from error
     return known
+
+
+def _judged(row: dict[str, Any]) -> formats.Format | None:
+    """The format in which a row holds one answer of a ranking, a bad one perhaps."""
+    with suppress(formats.AmbiguousError):
+        known = formats.find("preferences", row, OWN["preferences"])
+        if known is not None and known.read_all is not None:
+            return known
+    return None
 
 
 def _wanted(example: Any, row: Row, kind: str) -> Any:
@@ -280,7 +302,14 @@ def _named(row: Row, source: Source, kind: str) -> Row:
             raise Unusable(f"no column {column!r} to read as {name}", columns_found(row))
         mapped[name] = row[found]
     row = row | mapped if mapped else row
-    return row if kind == "text" else with_plain_names(row, _spelled())
+    if kind == "text":
+        return row
+    row = with_plain_names(row, _spelled())
+    for name in LISTS:
+        if isinstance(row.get(name), str):
+            with suppress(Unusable):  # a broken one matters to those alone who read it
+                row = row | {name: as_list(row[name], name)}
+    return row
 
 
 @cache

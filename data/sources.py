@@ -36,6 +36,7 @@ __all__ = [
     "Unreadable",
     "describe",
     "digest",
+    "kind_of",
     "load_function",
     "local_hint",
     "locate",
@@ -123,7 +124,7 @@ def read_rows(source: Source, files: list[Path] | None = None) -> Iterator[tuple
 
 def locate(source: Source, row: int) -> str:
     """Where a row number of `read_rows` lies, for error messages; in a folder that names the file."""
-    if _kind(source) != "folder":
+    if kind_of(source) != "folder":
         return f"{source.path} row {row}"
     before = 0
     for file in folder_files(source.local):
@@ -144,7 +145,7 @@ def digest(source: Source) -> str:
     if isinstance(source, TextSource) and source.weight is not None:
         chosen += f"weight:{source.weight}\n"
     sha = hashlib.sha256(chosen.encode())
-    kind = _kind(source)
+    kind = kind_of(source)
     if kind == "file":
         hash_file(sha, source.local, name="".join(suffixes(source.local)))
     elif kind == "folder":
@@ -192,7 +193,8 @@ def load_function(reference: str) -> Callable[..., Any]:
 # -- kinds ------------------------------------------------------------------------------------------------
 
 
-def _kind(source: Source) -> str:
+def kind_of(source: Source) -> str:
+    """file, folder, saved, function or hub. Raises DataError for a path that is none of them."""
     path = source.path
     if not path.strip():
         raise DataError("no path given; " + ACCEPTED)
@@ -213,7 +215,7 @@ def _kind(source: Source) -> str:
 
 
 def _numbered(source: Source, opened: list[Path]) -> Iterator[tuple[int, Row]]:
-    kind = _kind(source)
+    kind = kind_of(source)
     if kind == "file":
         opened.append(source.local)
         yield from read_file(source.local, source.column)

@@ -98,9 +98,10 @@ def evaluate(
         raise SettingsError("--include-path goes with --tasks")
     import json
     import os
+    import sys
 
     from rlhf.pipeline import evaluation
-    from rlhf.pipeline.progress import waiting
+    from rlhf.pipeline.evaluation_tables import show
     from rlhf.pipeline.runner import render_report
     from rlhf.pipeline.summary import read_summary, run_status
     from rlhf.stages.evaluation.config import EvaluationSettings
@@ -117,12 +118,15 @@ def evaluate(
         given |= {"tasks": tasks.split(","), "include_path": include_path and str(include_path)}
     base = cheap_form(None).model_dump() if cheap else {}
     asked = EvaluationSettings.load(base | {name: value for name, value in given.items() if value is not None}, "eval")
-    with waiting("loading", lambda text: None if as_json else print(text, flush=True)) as tell:
-        found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, read_summary(run_dir)), asked, tell)
+    entries = read_summary(run_dir)
+    evaluation.refuse_gone(run_dir, entries)
+    stream = sys.stderr if as_json else sys.stdout
+    with evaluation.telling("loading", lambda text: print(text, file=stream, flush=True)) as tell:
+        found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, entries), asked, tell)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     else:
-        evaluation.show(found)
+        show(found)
     render_report(run_dir)
 
 

@@ -1,41 +1,91 @@
-"""The evaluation of a run: its cheap form after a stage, the whole for `rlhf eval`, and both as people read them."""
+"""The evaluation of a run: its cheap form after a stage, and the whole for `rlhf eval`."""
 
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
 from typing import Any
 
 from rlhf.data.errors import Stopped, first_line
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.launch import stays_in_process, to_its_end
 from rlhf.pipeline.preflight import Say
-from rlhf.pipeline.progress import waiting
+from rlhf.pipeline.progress import PATIENCE, waiting
 from rlhf.pipeline.recipe import Recipe, load_recipe
-from rlhf.pipeline.summary import Entry
-from rlhf.pipeline.tables import show_table
-from rlhf.stages.artifact import Artifact
-from rlhf.stages.evaluation.config import EvaluationSettings, cheap
-from rlhf.stages.evaluation.subjects import is_current
+from rlhf.pipeline.summary import Entry, duration
+from rlhf.stages.artifact import STAGES, Artifact
+from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings, cheap
+from rlhf.stages.evaluation.subjects import gone, is_current
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code
+
+SECONDS_BETWEEN_LINES = 5.0
+"""Where there is no terminal, as of the stages."""
 
 
 def finished(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Path]:
     """The sealed folder of each finished stage, that of the last round."""
+    return {stage: folder for stage, folder in _folders(run_dir, entries).items() if Artifact(folder).sealed}
+
+
+def refuse_gone(run_dir: Path, entries: Mapping[str, Entry]) -> None:
+    """Raise SettingsError where a finished stage's folder is not in the run any more: a copy that was made without it
+    would be measured without it, and nobody told."""
+    for stage, folder in _folders(run_dir, entries).items():
+        if stage in STAGES and not Artifact(folder).sealed:
+            raise gone(run_dir, folder.name)
+
+
+def _folders(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Path]:
     folders = {name.split()[0]: entry.folder for name, entry in entries.items() if entry.status == "done"}
-    return {
-        stage: run_dir / folder for stage, folder in folders.items() if folder and Artifact(run_dir / folder).sealed
-    }
+    return {stage: run_dir / folder for stage, folder in folders.items() if folder}
 
 
 def evaluate(run_dir: Path, done: Mapping[str, Path], asked: EvaluationSettings, say: Say) -> dict[str, Any]:
-    """Evaluate in this process, which imports torch by that; what evaluation.json says."""
-    found: dict[str, Any] = importlib.import_module("rlhf.stages.evaluation.evaluate").evaluate(
-        run_dir, done, asked, say
-    )
+    """Evaluate in this process, which imports torch by that; what evaluation.json says. Raises RunFailed for what goes
+    wrong on the way."""
+    evaluate_all = importlib.import_module("rlhf.stages.evaluation.evaluate").evaluate
+    try:
+        found: dict[str, Any] = evaluate_all(run_dir, done, asked, say)
+    except EvaluationFailed as error:
+        raise RunFailed(str(error)) from error
     return found
+
+
+@contextmanager
+def telling(what: str, say: Say) -> Iterator[Say]:
+    """Show that `what` is going on, as `waiting` does; where there is no terminal, in lines now and then.
+
+    Yields a function that says how far it is in the place of `what`.
+    """
+    if sys.stderr.isatty():
+        with waiting(what) as tell:
+            yield tell
+        return
+    text, began, over = what, monotonic(), Event()
+
+    def tell_now(now: str) -> None:
+        nonlocal text
+        text = now
+
+    def lines() -> None:
+        pause = PATIENCE
+        with suppress(BrokenPipeError):  # nobody reads on
+            while not over.wait(pause):
+                say(f"{text} ({duration(monotonic() - began)})")
+                pause = SECONDS_BETWEEN_LINES
+
+    thread = Thread(target=lines, daemon=True)
+    thread.start()
+    try:
+        yield tell_now
+    finally:
+        over.set()
+        thread.join()
 
 
 def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, stage: str, lock: int, say: Say) -> bool:
@@ -49,7 +99,7 @@ def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, st
         if is_current(run_dir, done):
             return False
         asked = cheap(judge_of(recipe))
-        with waiting("evaluating what there is so far") as tell:
+        with telling("evaluating what there is so far", say) as tell:
             if stays_in_process(recipe, stage):
                 evaluate(run_dir, done, asked, tell)
             else:
@@ -81,73 +131,3 @@ def _in_a_process(run_dir: Path, done: Mapping[str, Path], asked: EvaluationSett
     if ended.code:
         lines = ended.said.strip().splitlines()
         raise RunFailed(lines[-1] if lines else f"its process ended with code {ended.code}")
-
-
-def show(found: Mapping[str, Any]) -> None:
-    """evaluation.json for people."""
-    models = found["models"]
-    columns: dict[str, dict[str, Any]] = {
-        "model": {name: f"{name} ({model['model']})" for name, model in models.items()},
-        "text ppl": _column(models, "text_perplexity"),
-        "response ppl": _column(models, "response_perplexity"),
-        "score": {name: _mean(model["score"]) for name, model in models.items()},
-        "quality": {name: _mean(model["quality"]) for name, model in models.items()},
-        "KL from sft": {name: _with(model["kl"], model["kl_interval"]) for name, model in models.items()},
-        "tokens": _column(models, "length"),
-        "ended": _column(models, "eos_share"),
-        "distinct-2": _column(models, "distinct_2"),
-        "repeated": _column(models, "repetition"),
-        "refused": _column(models, "refusal_share"),
-    }
-    kept = {title: cells for title, cells in columns.items() if any(cells.values())}
-    show_table(list(kept), [[cells[name] for cells in kept.values()] for name in models])
-    if found["pairs"]:
-        print()
-        show_table(
-            ("better", "by", "wins", "ties", "losses", "win rate", "at equal length"),
-            [
-                [
-                    f"{pair['one']} than {pair['other']}", pair["by"],
-                    *(str(pair[name]) for name in ("wins", "ties", "losses")),
-                    _with(pair["win_rate"], pair["interval"]),
-                    _with(pair["length_controlled"], pair["length_controlled_interval"]),
-                ]
-                for pair in found["pairs"]
-            ],
-        )  # fmt: skip
-    if found["best_of_n"]:
-        print()
-        show_table(
-            ("best of", "KL", "score", "quality"),
-            [
-                [str(row["n"]), _number(row["kl"]), _with(row["score"], row["score_interval"]), _number(row["quality"])]
-                for row in found["best_of_n"]
-            ],
-        )
-    if found["tasks"]:
-        print()
-        show_table(
-            ("model", "task", "metric", "value"),
-            [
-                [name, task, metric, _number(value)]
-                for name, tasks in found["tasks"].items()
-                for task, metrics in tasks.items()
-                for metric, value in metrics.items()
-            ],
-        )
-
-
-def _column(models: Mapping[str, Any], name: str) -> dict[str, str]:
-    return {model: _number(figures[name]) for model, figures in models.items()}
-
-
-def _mean(spread: Mapping[str, Any] | None) -> str:
-    return "" if spread is None else f"{_number(spread['mean'])} ± {_number(spread['std'])}"
-
-
-def _with(value: float | None, interval: list[float] | None) -> str:
-    return _number(value) if not interval else f"{_number(value)} ({_number(interval[0])} to {_number(interval[1])})"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

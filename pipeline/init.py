@@ -11,6 +11,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.data.files import KNOWN_SUFFIXES, WORKBOOKS, folder_files, suffixes
 from rlhf.data.own import COLUMNS
 from rlhf.data.recognise import Recognised, columns_of, recognise
+from rlhf.data.sources import Source, kind_of
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.recipe_text import EVAL_SHARE, Chosen, recipe_text
@@ -42,6 +43,14 @@ class Files:
     left: dict[str, str] = field(default_factory=dict)
     """Files that nothing is done with, each with why and the cure."""
 
+    def found(self) -> list[tuple[str, Recognised]]:
+        """All that are of a kind."""
+        return [pair for sources in self.train.values() for pair in sources] + list(self.held_out.values())
+
+    def not_of(self, kind: str) -> str:
+        """What to add where there are none of a kind: files with its columns, and why they are not of it."""
+        return "".join(f"; {path} {one.almost[kind]}" for path, one in self.found() if kind in one.almost)
+
 
 @dataclass(frozen=True)
 class Written:
@@ -66,7 +75,8 @@ def init(
     """Write `name`.yaml for the files, folders, hub ids or functions of `paths`; by default what lies here.
 
     `model` is what the first stage starts from instead of raw text. `mapping` has NAME=COLUMN for whichever files it
-    helps, or FILE:NAME=COLUMN. Raises SettingsError where a file would be written over, or no stage can run.
+    helps, or FILE:NAME=COLUMN. Raises SettingsError where a file would be written over, or no stage can run, DataError
+    where a path is not there.
     """
     maps = _maps(mapping)
     recipe = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
@@ -76,17 +86,22 @@ def init(
         raise SettingsError(f"{recipe}: is there already, and is not written over; choose another name")
     if not recipe.absolute().parent.is_dir():
         raise SettingsError(f"{recipe}: there is no folder {recipe.parent}; make it first")
+    for path in paths:
+        kind_of(Source(path=path))
     read, not_read = (paths, []) if paths else _lying_here()
     files = sort_files(read, tell, maps)
     files.left |= {path: f"looked at only where it is named: rlhf init {name} {path} …" for path in not_read}
     chosen, missing = choose(files, model, visible_gpus())
     left = files.left | {stage: missing[stage] for stage in STAGES if stage in missing}
     if not chosen.data:
-        told = "".join(f"\n{place}: {why}" for place, why in (left if read else files.left).items())
+        told = left if any(path not in files.left for path, _ in files.found()) else files.left
+        if read and len(told) == 1:
+            raise SettingsError("{}: {}".format(*next(iter(told.items()))))
+        lines = "".join(f"\n{place}: {why}" for place, why in told.items())
         known = ", ".join(suffix for suffix in KNOWN_SUFFIXES if suffix != ".md")
         none = f"there are no data files here ({known}); name some, or folders or hub ids: rlhf init {name} FILES …"
         found = f"no stage can run from {', '.join(paths) or 'what lies here'}" if read else none
-        raise SettingsError(f"{name}: {found}{told}")
+        raise SettingsError(f"{name}: {found}{lines}")
     _write(recipe, recipe_text(chosen, left, SCHEMA))
     schema = recipe.with_name(SCHEMA)
     if not os.path.lexists(schema) or schema.is_file():
@@ -136,13 +151,8 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
     usable = {kind: _one_source(kind, files) for kind in KIND_OF.values() if kind in files.train}
     missing: dict[str, str] = {}
     for kind, sources in list(usable.items()):
-        stage = next(stage for stage, wanted in KIND_OF.items() if wanted == kind)
         if why := _too_little(kind, [one for _, one in sources]):
-            named = ", ".join(path for path, _ in sources)
-            if kind == "prompts":  # ppo can have others
-                files.left[named] = why
-            else:
-                missing[stage] = f"{named}: {why}"
+            files.left |= {path: why for path, _ in sources}
             del usable[kind]
     if model is not None and "text" in usable:
         missing["pretrain"] = (
@@ -161,12 +171,12 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
         data["ppo"] = usable.get("prompts") or usable["preferences"]
     else:
         missing["ppo"] = "there is no reward: it takes rankings, ppo.reward_model or ppo.rewards"
-    if "sft" not in data and "sft" not in missing:
-        missing["sft"] = "there are no demonstrations"
-    if "reward" not in data and "reward" not in missing:
-        missing["reward"] = "there are no rankings (preferences)"
+    if "demonstrations" not in files.train:
+        missing["sft"] = f"there are no demonstrations{files.not_of('demonstrations')}"
+    if "preferences" not in files.train:
+        missing["reward"] = f"there are no rankings (preferences){files.not_of('preferences')}"
     start = None if "pretrain" in data else model or START_MODELS[gpus > 0]
-    if start is not None and "pretrain" not in missing:
+    if "text" not in files.train:
         missing["pretrain"] = "there is no raw text" + (f"; what comes first starts from {start}" if data else "")
     held_out = {
         stage: files.held_out[kind] for stage, kind in KIND_OF.items() if stage in data and kind in files.held_out
@@ -262,7 +272,13 @@ def _too_little(kind: str, sources: Sequence[Recognised]) -> str:
         length = sum(found.length for found in sources)
         short = length < _FEWEST_CHARACTERS
         return f"{length} characters are too few to pretrain on; a model needs millions" if short else ""
-    return "" if sources[0].prompts > 1 else "one prompt alone; one to train on and one to evaluate on are needed"
+    one = sources[0]
+    if one.prompts > 1:
+        return ""
+    if kind == "prompts" and one.almost:  # those of rows that should have been more
+        return "; ".join(f"as {kind}: {why}" for kind, why in one.almost.items()) + "; repair such rows"
+    bad = f"; {one.bad} of {one.rows} rows cannot be used, {one.first_bad}" if one.bad else ""
+    return f"one prompt alone; one to train on and one to evaluate on are needed{bad}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -277,7 +293,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _warnings(chosen: Chosen) -> Iterator[str]:
-    """Of sources so small that what is held out of them tells little."""
+    """What reading the sources told, and which are so small that what is held out of them tells little."""
+    used = {path: one for sources in chosen.data.values() for path, one in sources}
+    yield from (f"{path}: {warning}" for path, one in used.items() for warning in one.warnings)
     stages: dict[str, list[str]] = {}
     for stage, sources in chosen.data.items():
         path, one = sources[0]
@@ -292,12 +310,13 @@ def _warnings(chosen: Chosen) -> Iterator[str]:
 
 
 def _uses(files: Files, chosen: Chosen, missing: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    found = [pair for sources in files.train.values() for pair in sources] + list(files.held_out.values())
-    for path, one in found:
+    for path, one in files.found():
         named = [f"{stage}.data" for stage, sources in chosen.data.items() if path in dict(sources)]
         named += [f"{stage}.eval_data" for stage, (held_out, _) in chosen.held_out.items() if held_out == path]
         rows = f"{one.rows} row{'s' * (one.rows != 1)}" if one.whole else f"more than {one.rows - 1} rows"
         bad = f", {one.bad} of them unusable" * bool(one.bad)
+        if one.kind == "preferences" and one.examples != one.rows - one.bad:
+            bad += f", {one.examples} ranking{'s' * (one.examples != 1)}"
         if not named:
             stage = next(stage for stage, kind in KIND_OF.items() if kind == one.kind)
             named = [f"not used: {files.left.get(path) or missing[stage]}"]

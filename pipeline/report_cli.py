@@ -1,5 +1,6 @@
 """`rlhf report`: the page of one run, or several runs compared."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -44,9 +45,12 @@ def report(
         if out is not None:
             raise SettingsError("--out: goes with several runs; the report of one is its report.html")
         with waiting("drawing the report"):
-            from rlhf.pipeline.report import render  # matplotlib takes its time
+            from rlhf.pipeline.report.page import draw  # matplotlib takes its time
+            from rlhf.pipeline.report.run import read_run
 
-            page = render(run_dirs[0], price_per_hour)
+            run = read_run(run_dirs[0])
+            page = draw(run, price_per_hour)
+        _warn(run.warnings)
         print(page)
         return
     if price_per_hour is not None:
@@ -58,5 +62,11 @@ def report(
     with waiting("comparing the runs"):
         comparison = Comparison(run_dirs)
         write(out or COMPARISON, comparison.page())
+    _warn([warning for run in comparison.runs for warning in run.warnings])
     show_table(*comparison.table())
     print(out or COMPARISON)
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)

@@ -3,11 +3,12 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf.data.errors import RefusedError
 from rlhf.pipeline.recipe import shipped_recipes
 from rlhf.pipeline.summary import run_status
-from rlhf.stages.artifact import STEPS
+from rlhf.stages.artifact import STEPS, Artifact
 
 MOST = 5  # lines of one kind
 _STEPS = (
@@ -61,8 +62,11 @@ def _run(folder: Path, here: Path) -> tuple[str, str] | None:
     name = folder.relative_to(here).as_posix()
     try:
         stages = run_status(folder)
+        damaged = any(_is_damaged(folder, entry) for entry in stages.values() if entry["status"] == "done")
     except RefusedError:
         return f"rlhf verify {name}", "it cannot be read"
+    if damaged:
+        return f"rlhf verify {name}", "what a stage wrote is damaged or missing"
     left = {stage: entry for stage, entry in stages.items() if entry["status"] != "done"}
     if not stages:
         return None
@@ -74,6 +78,13 @@ def _run(folder: Path, here: Path) -> tuple[str, str] | None:
     where = f" at step {entry['step']} of {entry['steps']}" if entry.get("steps") else ""
     what = "not begun" if entry["status"] == "planned" else entry["status"]
     return f"rlhf run {name}/recipe.yaml --run-dir {name}", f"{stage} {what}{where}; this goes on"
+
+
+def _is_damaged(folder: Path, entry: dict[str, Any]) -> bool:
+    """Whether a finished stage has lost its manifest or files of its model. Raises RefusedError for a manifest that
+    cannot be read."""
+    artifact = Artifact(folder / entry["folder"])
+    return not artifact.sealed or bool(artifact.damage(hashes=False, below="model/"))
 
 
 def _aligned(pairs: list[tuple[str, str]] | tuple[tuple[str, str], ...]) -> list[str]:

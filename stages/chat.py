@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -207,7 +208,8 @@ def converse(conversation: Conversation, lines: Iterator[str], typed: bool, mult
 def main(arguments: list[str]) -> None:
     """Read a line, print an answer, until the input ends.
 
-    Lines typed at a terminal are one conversation; each that is piped in opens a new one, unless --multi-turn.
+    Lines typed at a terminal are one conversation; each that is piped in opens a new one, unless --multi-turn. Raises
+    DataError where none is.
     """
     parser = Arguments(prog="rlhf chat", description="Talk to models, line by line.")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub id of a causal language model")
@@ -221,6 +223,7 @@ def main(arguments: list[str]) -> None:
     if options.temperature <= 0 or options.max_new_tokens < 1:
         parser.error("--temperature must be above 0 and --max-new-tokens at least 1")
     typed = sys.stdin.isatty()
+    lines = _lines(typed) if typed else _piped(_lines(typed))
     be_quiet()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if typed:
@@ -230,7 +233,7 @@ def main(arguments: list[str]) -> None:
     if options.seed is not None:
         torch.manual_seed(options.seed)
     conversation = Conversation(speakers, judge, lambda text: print(text, end="", flush=True), options.system)
-    converse(conversation, _lines(typed), typed, typed or options.multi_turn)
+    converse(conversation, lines, typed, typed or options.multi_turn)
 
 
 def _lines(typed: bool) -> Iterator[str]:
@@ -245,6 +248,17 @@ def _lines(typed: bool) -> Iterator[str]:
             return
         if line:
             yield line
+
+
+def _piped(lines: Iterator[str]) -> Iterator[str]:
+    """The same lines. Raises DataError, before a model is loaded, where there is none."""
+    first = next(lines, None)
+    if first is None:
+        raise DataError(
+            'nothing was asked: the input is no terminal, and has no line with text; echo "Who are you?" | '
+            "rlhf chat MODEL asks a question"
+        )
+    return chain([first], lines)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ class Endpoint:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
                 raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds") from error
-            raise EndpointError(f"{where}: cannot be reached ({reason}){self._cure}") from error
+            why = getattr(reason, "strerror", None) or reason
+            raise EndpointError(f"{where}: cannot be reached ({why}){self._cure}") from error
         try:
             return json.loads(text) if text.strip() else None
         except (ValueError, RecursionError) as error:
@@ -148,7 +149,8 @@ class ChatModel:
     def __init__(
         self, url: str, model: str, key_variable: str | None = None, timeout: float = 600.0, at_once: int = 16
     ) -> None:
-        self.endpoint = Endpoint(url, key_variable, timeout)
+        cure = "start the server, or name the address of one that runs"
+        self.endpoint = Endpoint(url, key_variable, timeout, cure)
         self.model, self.at_once = model, at_once
 
     def answers(

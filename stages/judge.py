@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from rlhf.data.errors import RefusedError
 from rlhf.data.sources import load_function
+from rlhf.stages.endpoint import EndpointError
 
 
 def judge_answers(judge: str, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
@@ -14,6 +16,8 @@ def judge_answers(judge: str, prompts: Sequence[str], responses: Sequence[str]) 
         if isinstance(said, (str, bytes, Mapping, Set)):  # which would be a list of something else, or in no order
             raise TypeError(f"a list of numbers is wanted, not a {type(said).__name__}")
         returned = list(said)
+    except (EndpointError, RefusedError) as error:
+        raise ValueError(f"judge {judge}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ValueError(f"judge {judge}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if len(returned) != len(responses):

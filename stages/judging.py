@@ -32,6 +32,7 @@ QUESTION = (
     "<prompt>\n{prompt}\n</prompt>\n\n<response A>\n{a}\n</response A>\n\n<response B>\n{b}\n</response B>\n\nBetter:"
 )
 _ANSWER = re.compile(r"\W*(?:(?:better|answer|response)\W*)?(A|B|TIE)\W*", re.IGNORECASE)
+MAX_NEW_TOKENS = 16  # of a reply
 REPLIES = ".replies.jsonl"
 """How the file of questions and replies is called: as the store, with this behind it."""
 _REQUESTS = uuid.UUID("8f8c6a3e-3d0c-4a57-9d5a-6c1f5b1f7a02")  # names the ids of judges' rankings
@@ -126,6 +127,11 @@ class ModelJudge:
         self._path, self._lock = said, Lock()
         self._said = dict(_read(said))
 
+    def probe(self) -> None:
+        """Ask about two answers of our own, and keep nothing of it. Raises EndpointError as a question does."""
+        question = [{"role": "user", "content": _question("What is one and one?", "Two.", "Blue.")}]
+        self._wins(self.model.reply(question, MAX_NEW_TOKENS, temperature=0.0)[0])
+
     def points(self, tasks: Sequence[Task]) -> Sequence[Sequence[float] | Exception]:
         """Wins over the other answers, ties counting half; the first error where a question had no answer."""
         pairs = [(task, a, b) for task in tasks for a, b in combinations(range(len(task.answers)), 2)]
@@ -155,9 +161,9 @@ class ModelJudge:
 
     def _first_wins(self, task: Task, a: int, b: int) -> float:
         """1 where the answer that is shown first is said to be better, 0 where the other is, 0.5 for a tie."""
-        filled = {"{prompt}": prompt_text(task.messages), "{a}": task.answers[a].text, "{b}": task.answers[b].text}
-        parts = re.split(r"(\{(?:prompt|a|b)\})", QUESTION)
-        text = self._ask("".join(filled.get(part, part) for part in parts))
+        return self._wins(self._ask(_question(prompt_text(task.messages), task.answers[a].text, task.answers[b].text)))
+
+    def _wins(self, text: str) -> float:
         match = _ANSWER.fullmatch(text)
         if match is None:
             raise EndpointError(
@@ -174,7 +180,7 @@ class ModelJudge:
             return known
         with self._lock:
             self.num_requests += 1
-        text, usage = self.model.reply([{"role": "user", "content": question}], 16, temperature=0.0)
+        text, usage = self.model.reply([{"role": "user", "content": question}], MAX_NEW_TOKENS, temperature=0.0)
         with self._lock:
             for name in self.num_tokens:
                 count = usage.get(name)
@@ -184,6 +190,11 @@ class ModelJudge:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         return text
+
+
+def _question(prompt: str, a: str, b: str) -> str:
+    filled = {"{prompt}": prompt, "{a}": a, "{b}": b}
+    return "".join(filled.get(part, part) for part in re.split(r"(\{(?:prompt|a|b)\})", QUESTION))
 
 
 def model_judge(store: Path, url: str, model: str, key_variable: str | None) -> ModelJudge:

@@ -36,6 +36,8 @@ SHARE_TO_FINISH = 0.8
 """Of `stop_within`: so long what is under way may take. The rest is for a save that has begun, and for leaving."""
 SECONDS_TO_UNWIND = 1.0
 """How long after a second signal, or the loss of another process, until the thread ends the process."""
+SECONDS_TO_BE_GONE = 5.0
+"""How long after a connection broke the process at its other end may still be seen: it is gone a little later."""
 LOST = "one of its processes ended and left no message; out of memory, or killed?"
 _OF_OTHERS = re.compile(r"by peer|remote process|NCCL|gloo", re.IGNORECASE)
 """What torch says when it cannot reach another process."""
@@ -220,7 +222,7 @@ def is_for_want_of_another(error: Exception) -> bool:
     """Whether an error of this process came of another one of the stage being gone."""
     if _current is None or not _current.others or not _OF_OTHERS.search(str(error)):
         return False
-    until = monotonic() + 1  # a process's connections close before it is gone
+    until = monotonic() + SECONDS_TO_BE_GONE
     while not _current.a_process_is_gone():
         if monotonic() > until:
             return False

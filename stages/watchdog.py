@@ -100,7 +100,8 @@ class Watchdog:
             self._write()
         if not training:
             self._moved = now
-        if now - self._moved < self.limit:
+        # The launcher ends all as soon as one has told: that is to be one that can say where in its code it hangs.
+        if now - self._moved < self.limit + (self.interval if self._place.waits else 0.0):
             return None
         places = self.places()
         all_stand = all(time.time() - place.since >= self.limit for place in places if place.rank != self._place.rank)

@@ -98,18 +98,33 @@ def by_key(rows: list[Numbered], key: Callable[[dict[str, Any]], Any]) -> Iterat
 
 
 class Rating(NamedTuple):
-    """One answer with its score, the higher the better."""
+    """One answer with its score, the higher the better, or with its rank."""
 
     prompt: Messages
     response: str
     score: float
     source: Any = ""
+    strength: float | None = None
+    """Of a rank how good the answer was said to be besides, higher is better."""
+
+
+def _by_mean(ratings: list[tuple[int, Rating]]) -> Ranking:
+    """By the scores, of an answer that was rated twice by their mean."""
+    answers: dict[str, tuple[str, list[float]]] = {}
+    for _, rating in ratings:
+        answers.setdefault(rating.response.strip(), (rating.response, []))[1].append(rating.score)
+    responses = [response for response, _ in answers.values()]
+    means = [fmean(scores) for _, scores in answers.values()]
+    first = ratings[0][1]
+    return by_score(first.prompt, responses, means, first.source)
 
 
 def rated(
-    rows: list[Numbered], read: Callable[[dict[str, Any]], Rating]
+    rows: list[Numbered],
+    read: Callable[[dict[str, Any]], Rating],
+    rank: Callable[[list[tuple[int, Rating]]], Ranking] = _by_mean,
 ) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
-    """Rankings of rows that each hold one rating: those of one prompt together, an answer rated twice by its mean."""
+    """Rankings of rows that each hold one rating: `rank` makes one of all that are of the same prompt."""
     groups: dict[str, list[tuple[int, Rating]]] = {}
     for number, row in rows:
         try:
@@ -119,13 +134,10 @@ def rated(
         else:
             groups.setdefault(prompt_key(rating.prompt), []).append((number, rating))
     for group in groups.values():
-        answers: dict[str, tuple[str, list[float]]] = {}
-        for _, rating in group:
-            answers.setdefault(rating.response.strip(), (rating.response, []))[1].append(rating.score)
-        responses = [response for response, _ in answers.values()]
-        means = [fmean(scores) for _, scores in answers.values()]
-        numbers, first = tuple(number for number, _ in group), group[0][1]
+        numbers = tuple(number for number, _ in group)
         try:
-            yield numbers, by_score(first.prompt, responses, means, first.source)
+            if len(group) == 1:
+                raise Unusable("fewer than two answers", ": no other usable row has its prompt")
+            yield numbers, rank(group)
         except Unusable as unusable:
             yield numbers, unusable

@@ -16,8 +16,9 @@ from rlhf.data.examples import Ranking, by_score, ranked
 from rlhf.data.formats import Format
 from rlhf.data.messages import Messages, Unusable, as_prompt, as_question, as_response
 
-_PROMPTS = ("prompt", "question", "instruction", "query")
-_ANSWERS = ("answer", "response", "completion", "output", "candidate")
+PROMPTS = ("prompt", "question", "instruction", "query")
+ANSWERS = ("answer", "response", "completion", "output", "candidate")
+RANKS, SCORES = ("rank", "ranking"), ("score", "rating")
 _NUMBERED = re.compile(r"([a-z]+?)(?:s?[ _.-]?(\d+)|s?[ _.-]([a-z]))")
 
 
@@ -33,7 +34,7 @@ class _Columns(NamedTuple):
 def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
     found = _columns(tuple(row))
     assert found is not None
-    prompt = _prompt(row, found.prompt)
+    prompt = question(row, found.prompt)
     name, said = ("rank", found.ranks) if found.ranks else ("score", found.scores)
     answers: list[str] = []
     values: list[Any] = []
@@ -41,12 +42,12 @@ def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
     left_out: list[Ranking | Unusable] = []
     for mark in found.answers | said:
         answer, value = row.get(found.answers.get(mark, "")), row.get(said.get(mark, ""))
-        if _empty(answer) and _empty(value):
+        if is_empty(answer) and is_empty(value):
             continue
-        if _empty(answer):
+        if is_empty(answer):
             left_out.append(Unusable(f"a {name} without its answer", f": {said[mark]}"))
             continue
-        if _empty(value):
+        if is_empty(value):
             left_out.append(Unusable(f"an answer without its {name}", f": {found.answers[mark]}"))
             continue
         answers.append(as_response(answer, found.answers[mark], prompt))
@@ -56,17 +57,18 @@ def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
         raise Unusable(f"no answer has a {name}")
     if name == "score":
         return [by_score(prompt, answers, values, row.get("source")), *left_out]
-    strong = None if any(map(_empty, strengths)) else strengths
+    strong = None if any(map(is_empty, strengths)) else strengths
     return [ranked(prompt, answers, values, strong, row.get("source")), *left_out]
 
 
-def _prompt(row: dict[str, Any], name: str) -> Messages:
+def question(row: dict[str, Any], name: str) -> Messages:
+    """The prompt of a row whose column of this name holds it."""
     if name == "prompt":
         return as_prompt(row[name])
     return as_question({name: row[name], "input": row.get("input")}, row.get("system"))
 
 
-def _empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     """Nothing, blanks, or the NaN that pandas writes into an empty cell."""
     return value is None or value != value or (isinstance(value, str) and not value.strip())
 
@@ -84,9 +86,9 @@ def _columns(columns: tuple[str, ...]) -> _Columns | None:
                 return None
             if column == plain(column):  # before one that is alike
                 numbered[word][mark] = column
-    prompts = [name for name in _PROMPTS if name in columns]
-    answers = [numbered[word] for word in _ANSWERS if len(numbered.get(word, ())) > 1]
-    ranks, scores = _first(numbered, ("rank", "ranking")), _first(numbered, ("score", "rating"))
+    prompts = [name for name in PROMPTS if name in columns]
+    answers = [numbered[word] for word in ANSWERS if len(numbered.get(word, ())) > 1]
+    ranks, scores = _first(numbered, RANKS), _first(numbered, SCORES)
     if not prompts or len(answers) != 1 or len(answers[0].keys() & (ranks or scores).keys()) < 2:
         return None
     return _Columns(prompts[0], answers[0], ranks, scores)

@@ -46,6 +46,12 @@ CHARTS = {
     ],
 }
 
+_LINES = {
+    "learning_rate": "learning rate", "muon_learning_rate": "of Muon", "policy_grad_norm": "policy",
+    "critic_grad_norm": "critic", "accuracy": "held out",
+}  # fmt: skip
+"""What a line of CHARTS is called, where it is not of training, nor by its name of an evaluation."""
+
 MEANINGS = {
     "approx_kl": "how far an iteration's updates moved the policy, nats per token; below 0.02 is usual",
     "approx_kl_k3": "the same by another estimate, which is never negative",
@@ -83,6 +89,11 @@ MEANINGS = {
 """What the other metrics say, in a line each."""
 
 
+def line_name(metric: str) -> str:
+    """What the line of a metric is called in a chart of CHARTS."""
+    return _LINES.get(metric, "held out" if metric.startswith(("eval_", "val_")) else "training")
+
+
 def meaning(metric: str) -> str:
     """Of a metric that no chart of CHARTS shows; empty where nobody has said."""
     if metric.startswith("score_") and metric not in MEANINGS:
@@ -104,14 +115,19 @@ def draw_charts(stage: str, curves: dict[str, Line], final: dict[str, Any]) -> d
 
     def draw(chart: Chart) -> dict[str, Any]:
         lines = {name: curves[name] for name in chart.metrics if name in curves}
+        names = {name: line_name(name) if name in known else name for name in lines}
         level = levels.get(chart.level or "")
         return {
             "title": chart.title,
+            "names": names,
             "level": level,
+            "level_metric": chart.level,
             "level_name": chart.level_name,
             "what": "" if chart.metrics[0] in known else meaning(chart.metrics[0]),
             "last": {name: line[-1][1] for name, line in lines.items()},
-            "svg": draw_lines(list(lines.values()), level, in_words(chart.title, lines)),
+            "svg": draw_lines(
+                list(lines.values()), level, in_words(chart.title, {names[name]: line for name, line in lines.items()})
+            ),
         }
 
     return {

@@ -9,9 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhf.data.errors import SettingsError
-from rlhf.pipeline.report.charts import CHARTS, in_words
+from rlhf.pipeline.report.charts import CHARTS, in_words, line_name
 from rlhf.pipeline.report.drawing import SERIES, draw_lines
-from rlhf.pipeline.report.figures import number
+from rlhf.pipeline.report.figures import metric
 from rlhf.pipeline.report.gallery import Gallery, gallery
 from rlhf.pipeline.report.judgement import CHANGES, judge_run
 from rlhf.pipeline.report.page import environment
@@ -61,7 +61,8 @@ class Comparison:
             for line in lines:
                 if line["main"]:
                     cells = [
-                        _cell(value, gain) for value, gain in zip(line["values"], line["differences"], strict=True)
+                        _cell(value, gain, line["name"])
+                        for value, gain in zip(line["values"], line["differences"], strict=True)
                     ]
                     rows.append([f"{stage} {line['name']}", *cells])
         return ["", *self.names], rows
@@ -69,6 +70,8 @@ class Comparison:
     def page(self) -> str:
         """The comparison as HTML."""
         verdicts = [judge_run(run) for run in self.runs]
+        rows = self._answers()
+        differing = [row for row in rows if len(set(row["answers"].values())) > 1]
         templates = environment()
         templates.filters["signed"] = signed
         return templates.get_template("comparison.html.jinja").render(
@@ -79,7 +82,8 @@ class Comparison:
             metrics=[(TITLES[stage], lines) for stage, lines in self.metrics().items()],
             curves=[(TITLES[stage], drawn) for stage in self.stages if (drawn := self._curves(stage))],
             shared=[TITLES[stage] for stage in self.stages if self._is_shared(stage)],
-            gallery=self._answers(),
+            gallery=self._gallery(differing),
+            equal=len(rows) - len(differing),
             same_scores=self._same_reward_model(),
         )
 
@@ -94,22 +98,23 @@ class Comparison:
         if self._is_shared(stage):
             return drawn
         for chart in CHARTS[stage]:
-            for metric in chart.metrics:
-                curves = [run.stages[stage].curves.get(metric) if stage in run.stages else None for run in self.runs]
-                lines = {name: line for name, line in zip(self.names, curves, strict=True) if line}
+            for name in chart.metrics:
+                curves = [run.stages[stage].curves.get(name) if stage in run.stages else None for run in self.runs]
+                lines = {run: line for run, line in zip(self.names, curves, strict=True) if line}
                 if not lines:
                     continue
-                title = f"{chart.title}: {metric}" if len(chart.metrics) > 1 else chart.title
+                title = f"{chart.title}: {line_name(name)}" if len(chart.metrics) > 1 else chart.title
                 every = [line or [] for line in curves]
                 drawn.append({
                     "title": title,
+                    "metric": name,
                     "last": [line[-1][1] if line else None for line in every],
                     "svg": draw_lines(every, None, in_words(title, lines)),
                 })  # fmt: skip
         return drawn
 
-    def _answers(self) -> Gallery | None:
-        """What the last model of each run answered to prompts that all runs have."""
+    def _answers(self) -> list[dict[str, Any]]:
+        """What the last model of each run answered to prompts that all runs have, as rows of a gallery."""
         found = [_last_answers(run) for run in self.runs]
         prompts = [prompt for prompt in found[0] if all(prompt in answers for answers in found)]
         rows: list[dict[str, Any]] = []
@@ -119,8 +124,11 @@ class Comparison:
                 for kind, value in answers[prompt].items():
                     row[kind][str(place)] = value
             rows.append(row)
+        return rows
+
+    def _gallery(self, rows: list[dict[str, Any]]) -> Gallery | None:
         titles = {str(place): name for place, name in enumerate(self.names)}
-        return gallery(rows, titles, "0", str(len(found) - 1), scores=self._same_reward_model())
+        return gallery(rows, titles, "0", str(len(self.names) - 1), scores=self._same_reward_model())
 
     def _same_reward_model(self) -> bool:
         """Whether scores of all runs are of one reward model, and can be compared."""
@@ -182,7 +190,7 @@ def _short(value: str) -> str:
 
 def _line(name: str, values: list[Any], main: bool) -> dict[str, Any] | None:
     """A metric's values and how far they are from the first; None for what is no number in any run."""
-    values = [float(v) if isinstance(v, int | float) and not isinstance(v, bool) else None for v in values]
+    values = [v if isinstance(v, int | float) and not isinstance(v, bool) else None for v in values]
     if all(value is None for value in values):
         return None
     first = values[0]
@@ -190,15 +198,13 @@ def _line(name: str, values: list[Any], main: bool) -> dict[str, Any] | None:
     return {"name": name, "values": values, "differences": [None, *differences[1:]], "main": main}
 
 
-def _cell(value: float | None, difference: float | None) -> str:
-    if value is not None and value == int(value):
-        value = int(value)
-    return number(value) + (f" ({signed(difference)})" if difference else "")
+def _cell(value: float | None, difference: float | None, name: str) -> str:
+    return metric(value, name) + (f" ({signed(difference, name)})" if difference else "")
 
 
-def signed(difference: float) -> str:
-    """A difference with its sign."""
-    return ("+" if difference > 0 else "−") + number(abs(difference))
+def signed(difference: float, name: str) -> str:
+    """A difference of a metric with its sign."""
+    return ("+" if difference > 0 else "−") + metric(abs(difference), name)
 
 
 def _last_answers(run: Run) -> dict[str, dict[str, Any]]:

@@ -71,7 +71,7 @@ VERDICTS: dict[str, Diagnosis] = {
         "Look whether rank 1 is the best answer in your data and chosen is the better of a pair (`rlhf data check`).",
     ),
     "reward.guesses": Diagnosis(
-        "The score is unrelated to what people prefer. PPO would raise it all the same, and make nothing better.",
+        "The score has nothing to do with the ranks. PPO would raise it all the same, and make nothing better.",
         "Held-out accuracy stays around 0.5; the loss stays near 0.693, or falls on training data alone. The "
         "histograms of best and worst answers lie on each other.",
         "First the labels: read the pairs it is most wrong about, and look for contradictions with `rlhf data check`. "

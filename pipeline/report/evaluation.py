@@ -1,20 +1,25 @@
 """evaluation.json as the page shows it: win rates with intervals, perplexities, the frontier of score against √KL."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from rlhf.pipeline.report.curves import Line
 from rlhf.pipeline.report.drawing import draw_frontier
-from rlhf.pipeline.report.figures import number
+from rlhf.pipeline.report.figures import metric, number, share
+from rlhf.pipeline.report.ppo_verdict import gather
 from rlhf.pipeline.report.run import MODELS, Run
 
 FIGURES = {
     "text_perplexity": "perplexity of held-out text", "response_perplexity": "perplexity of held-out responses",
-    "score": "score", "quality": "true quality", "length": "tokens", "eos_share": "share that come to an end",
-    "distinct_1": "distinct-1", "distinct_2": "distinct-2", "repetition": "repetition",
+    "score": "score", "quality": "true quality", "length": "tokens per answer",
+    "eos_share": "share of answers that come to an end", "distinct_1": "distinct words (distinct-1)",
+    "distinct_2": "distinct pairs of words (distinct-2)", "repetition": "repetition within an answer",
     "refusal_share": "share of refusals", "kl": "KL from SFT, nats per response",
 }  # fmt: skip
 """Figures of a model, each with its name for people."""
+COUNTS = {"text_perplexity": "num_text_tokens", "response_perplexity": "num_response_tokens"}
+"""Over how many tokens a figure was taken."""
 SAME_PERPLEXITY = 0.005
 """A change that would be shown as 0 %."""
 
@@ -25,18 +30,67 @@ def evaluation(run: Run) -> dict[str, Any] | None:
     if found is None:
         return None
     models = found["models"]
-    figures = [(title, [_figure(model, key) for model in models.values()]) for key, title in FIGURES.items()]
+    known = [key for key in FIGURES if any(_figure(model, key) is not None for model in models.values())]
     return {
         "form": found["form"],
         "settings": found["settings"],
         "judge": found["judge"],
         "pairs": [_pair(pair) for pair in found["pairs"]],
         "models": [(MODELS[name], name) for name in models],
-        "figures": [(title, values) for title, values in figures if any(value is not None for value in values)],
+        "figures": [
+            (_title(models, key), [metric(_figure(model, key), key) for model in models.values()]) for key in known
+        ],
         "spreads": {name: model["score"]["quantiles"] for name, model in models.items() if model["score"]},
-        "tasks": {name: results for name, results in (found["tasks"] or {}).items() if results},
+        "tasks": task_rows(models, found["tasks"] or {}),
         "tax": alignment_tax(models),
+        "verdict": _verdict_rests_on(run),
     }
+
+
+def _title(models: dict[str, Any], key: str) -> str:
+    """The name of a figure, with the number of tokens that it was taken over."""
+    nums = sorted({model[COUNTS[key]] for model in models.values()} - {0}) if key in COUNTS else []
+    return (
+        f"{FIGURES[key]}, {' to '.join(number(num) for num in (nums[:1] + nums[1:][-1:]))} tokens"
+        if nums
+        else FIGURES[key]
+    )
+
+
+def _verdict_rests_on(run: Run) -> str | None:
+    """Where PPO's verdict is not of these figures, of which it is."""
+    if "ppo" not in run.stages:
+        return None
+    evidence = gather(run.evaluation, run.answers, run.samples, run.metrics("ppo"))
+    if evidence.evaluated or not evidence.num_prompts:
+        return None
+    num = f"{'at least ' if evidence.at_least else ''}{number(evidence.num_prompts)} prompts"
+    return f"PPO's verdict does not rest on these figures, but on the ppo stage's own evaluation, of {num}."
+
+
+def task_rows(models: Iterable[str], tasks: dict[str, dict[str, dict[str, float | None]]]) -> list[dict[str, Any]]:
+    """A row for each metric of each task of lm-eval: `task`, `metric`, and in `cells` a text for each of `models`.
+
+    lm-eval calls a metric `acc,none`, with the filter of the answers after the comma, and its standard error
+    `acc_stderr,none`.
+    """
+    every = dict.fromkeys((task, key) for found in tasks.values() for task, figures in found.items() for key in figures)
+    rows = []
+    for task, key in every:
+        name, _, way = key.partition(",")
+        if name.endswith("_stderr"):
+            continue
+        given = [tasks.get(model, {}).get(task, {}) for model in models]
+        cells = [
+            _with_error(found.get(key), found.get(f"{name}_stderr,{way}" if way else f"{name}_stderr"))
+            for found in given
+        ]
+        rows.append({"task": task, "metric": name if way in ("", "none") else f"{name} ({way})", "cells": cells})
+    return rows
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return number(value) if value is None or error is None else f"{number(value)} ± {number(error)}"
 
 
 def alignment_tax(models: dict[str, Any]) -> str | None:
@@ -58,22 +112,26 @@ def frontier(run: Run) -> list[dict[str, Any]]:
     curves = run.stages["ppo"].curves if "ppo" in run.stages else {}
     best_of_n = (run.evaluation["best_of_n"] if run.evaluation else None) or []
     drawn = []
-    for title, metric, key in (("Score", "eval_score", "score"), ("True quality", "eval_true_quality", "quality")):
+    for title, name, key in (("Score", "eval_score", "score"), ("True quality", "eval_true_quality", "quality")):
         lines: dict[str, Line] = {}
-        if ppo := _over_root_kl(curves.get("eval_kl", []), curves.get(metric, [])):
+        if ppo := _over_root_kl(curves.get("eval_kl", []), curves.get(name, [])):
             lines["PPO, evaluation by evaluation"] = ppo
         chosen = [(math.sqrt(max(found["kl"], 0.0)), found[key]) for found in best_of_n if found[key] is not None]
         if chosen:
             lines[f"best of n answers of SFT, n = {', '.join(number(found['n']) for found in best_of_n)}"] = chosen
         if sum(map(len, lines.values())) > 1:
             ends = {
-                name: [f"{number(y)} at {number(x)}" for x, y in (line[0], line[-1])] for name, line in lines.items()
+                label: [f"{number(y)} at {number(x)}" for x, y in (line[0], line[-1])] for label, line in lines.items()
             }
-            said = "; ".join(f"{name}: {' to '.join(both)}" for name, both in ends.items())
+            said = "; ".join(f"{label}: {' to '.join(both)}" for label, both in ends.items())
             title = f"{title} over √KL, nats per response"
             drawn.append({
                 "title": title,
-                "last": {name: line[-1][1] for name, line in lines.items()},
+                "last": {label: line[-1][1] for label, line in lines.items()},
+                "names": {label: label for label in lines},
+                "what": "",
+                "of_quality": key == "quality",
+                "best_of_n": bool(chosen),
                 "level": None,
                 "level_name": "",
                 "svg": draw_frontier(lines, f"{title}. {said}"),
@@ -88,18 +146,14 @@ def _over_root_kl(kls: Line, values: Line) -> Line:
 
 
 def _pair(pair: dict[str, Any]) -> dict[str, Any]:
+    controlled, interval = pair["length_controlled"], pair["length_controlled_interval"]
     return {
         "title": f"{MODELS[pair['one']]} over {MODELS[pair['other']]}",
         "by": {"judge": "the judge", "score": "the reward model"}[pair["by"]],
         "wins": pair["wins"], "ties": pair["ties"], "losses": pair["losses"],
-        "rates": [
-            (name, pair[rate], pair[interval])
-            for name, rate, interval in (
-                ("all answers", "win_rate", "interval"),
-                ("at equal length", "length_controlled", "length_controlled_interval"),
-            )
-            if pair[rate] is not None and pair[interval] is not None
-        ],
+        "win_rate": pair["win_rate"], "interval": pair["interval"],
+        "at_equal_length": None if controlled is None else share(controlled)
+        + (" ({} to {})".format(*map(share, interval)) if interval else ""),
     }  # fmt: skip
 
 

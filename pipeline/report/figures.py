@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.stages.model_card import SHARES
+
 NORMAL_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
 Interval = tuple[float, float]
 
@@ -28,6 +30,12 @@ def number(value: Any) -> str:
 def share(value: float) -> str:
     """A share between 0 and 1, or the end of an interval of one."""
     return f"{value:.2f}"
+
+
+def metric(value: Any, name: str) -> str:
+    """A metric of this name, everywhere with the same digits: a share as in the verdicts, all else as `number`."""
+    is_share = name.removeprefix("eval_") in SHARES and isinstance(value, int | float)
+    return share(value) if is_share else number(value)
 
 
 def between(interval: Interval) -> str:

@@ -71,10 +71,10 @@ CHANGES = {
         Change("held-out ranking accuracy", "longer_wins_accuracy", "accuracy", "against “longer wins”", 1, True)
     ],
     "ppo": [
-        Change("true quality", "sft_true_quality", "true_quality", "against SFT", 1, win_rate="win_rate"),
+        Change("true quality by the judge", "sft_true_quality", "true_quality", "against SFT", 1, win_rate="win_rate"),
         Change("score", "sft_score", "score", "against SFT", 1, win_rate="score_win_rate"),
-        Change("win rate over SFT", None, "win_rate", "ties count half"),
-        Change("answers that come to an end", "sft_eos_share", "eos_share", "against SFT", 1, True),
+        Change("win rate over SFT by the judge", None, "win_rate", "ties count half"),
+        Change("share of answers that come to an end", "sft_eos_share", "eos_share", "against SFT", 1, True),
         Change("KL from SFT", None, "kl", "nats per response"),
     ],
 }
@@ -88,7 +88,11 @@ def changes(stage: Stage) -> list[dict[str, Any]]:
         if after is None:
             continue
         verdict = "" if before is None else _direction(change, before, after, metrics)
-        shown.append({"spec": change, "stage": stage.title, "before": before, "after": after, "verdict": verdict})
+        prompts = metrics.get("num_eval_prompts")  # none where it is text that is held out
+        shown.append({
+            "spec": change, "stage": stage.title, "before": before, "after": after, "verdict": verdict,
+            "prompts": prompts,
+        })  # fmt: skip
     return shown
 
 

@@ -22,7 +22,7 @@ from rlhf.pipeline.report.drawing import (
     draw_variants,
 )
 from rlhf.pipeline.report.evaluation import evaluation, frontier
-from rlhf.pipeline.report.figures import number
+from rlhf.pipeline.report.figures import metric, number, share
 from rlhf.pipeline.report.gallery import clip, gallery
 from rlhf.pipeline.report.judgement import SIGNS, changes, judge_run
 from rlhf.pipeline.report.run import MODELS, TITLES, Run, Stage, read_run
@@ -41,7 +41,7 @@ PURPOSES = {
     "pretrain": "A decoder learns to continue raw text.",
     "sft": "It learns to answer, from prompts with good responses.",
     "feedback": "It answers each prompt several times, and people or a judge rank the answers.",
-    "reward": "A second model learns from ranked answers what people prefer: one score per response.",
+    "reward": "A second model learns from ranked answers which are preferred: one score per response.",
     "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
 }
 LAWS = [("N", "parameters"), ("D", "tokens"), ("C", "compute")]
@@ -53,7 +53,11 @@ def render(run_dir: str | Path, price_per_hour: float | None = None) -> Path:
     `price_per_hour` is what an hour of the run's machines costs, in any currency; without it no price is shown.
     Raises RefusedError where `run_dir` is not the folder of a run, or where it cannot be written to.
     """
-    run = read_run(run_dir)
+    return draw(read_run(run_dir), price_per_hour)
+
+
+def draw(run: Run, price_per_hour: float | None = None) -> Path:
+    """As `render`, of a run that is read already."""
     path = run.folder / "report.html"
     write(path, page(run, price_per_hour))
     return path
@@ -109,7 +113,10 @@ def environment() -> Environment:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         loader=FunctionLoader(lambda name: files(__package__).joinpath("templates", name).read_text("utf-8")),
     )  # fmt: skip
-    found.filters.update(number=number, duration=duration, clip=_clip, filled=_filled, percent="{:.1%}".format)
+    found.filters.update(
+        number=number, metric=metric, share=share, duration=duration, clip=_clip, filled=_filled,
+        percent="{:.1%}".format,
+    )  # fmt: skip
     found.globals.update(series=list(zip(SERIES, DASHES, strict=True)), signs=SIGNS)
     return found
 
@@ -142,12 +149,12 @@ def _rounds(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
         found.append({
             "round": str(place),
             "rankings": number(feedback.get("num_rankings")),
-            "accuracy of the reward model": number(reward.get("accuracy")),
+            "accuracy of the reward model": metric(reward.get("accuracy"), "accuracy"),
             "true quality": number(quality),
             "its gain": _gain(before, quality),
-            "win rate by the judge": number(ppo.get("win_rate")),
+            "win rate by the judge": metric(ppo.get("win_rate"), "win_rate"),
             "gain in score": _gain(ppo.get("sft_score"), ppo.get("score")),
-            "win rate by the reward model": number(ppo.get("score_win_rate")),
+            "win rate by the reward model": metric(ppo.get("score_win_rate"), "score_win_rate"),
             "KL": number(ppo.get("kl")),
         })  # fmt: skip
         before = quality

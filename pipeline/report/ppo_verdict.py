@@ -46,6 +46,10 @@ class Evidence:
     """Over which it was taken."""
     quality: tuple[float, float] | None = None
     """Mean of the judge's quality, of SFT and of PPO."""
+    at_least: bool = False
+    """Whether it may be more prompts: older manifests do not tell how many, and samples are of some of them."""
+    evaluated: bool = False
+    """Whether wins are those of evaluation.json, and not of the stage itself."""
 
 
 def gather(
@@ -65,7 +69,8 @@ def gather(
         if len(both) > num_answers:
             agreement = rank_correlation(*([row[kind]["sft"] for row in both] for kind in ("scores", "qualities")))
             num_answers = len(both)
-    own = metrics.get("num_eval_prompts") or len(samples)  # samples are of some of its prompts
+    told = metrics.get("num_eval_prompts")
+    own = told or len(samples)  # samples are of some of its prompts
     pairs = (evaluation or {}).get("pairs") or []
     found = {pair["by"]: pair for pair in pairs if (pair["one"], pair["other"]) == ("ppo", "sft")}
     for by, name in (("judge", "win_rate"), ("score", "score_win_rate")):
@@ -75,11 +80,12 @@ def gather(
             controlled = pair.get("length_controlled_interval")
             return Evidence(
                 pair["win_rate"], tuple(pair["interval"]), tuple(controlled) if controlled else None, by == "judge",
-                num, agreement, num_answers, quality,
+                num, agreement, num_answers, quality, evaluated=True,
             )  # fmt: skip
         if rate is not None:
             interval = wilson(rate, own) if own else None
-            return Evidence(rate, interval, None, by == "judge", own, agreement, num_answers, quality)
+            at_least = bool(own) and told is None
+            return Evidence(rate, interval, None, by == "judge", own, agreement, num_answers, quality, at_least)
     return Evidence(agreement=agreement, num_answers=num_answers, quality=quality)
 
 
@@ -140,10 +146,15 @@ def _compared(metrics: Mapping[str, Any], score: str, found: Evidence) -> Verdic
     """Of a run in which nothing went wrong: whether PPO's answers are better than SFT's."""
     kl = f"KL {number(metrics['kl'])} nats per response"
     quality = None if found.quality is None else "true quality {} → {}".format(*map(number, found.quality))
-    if found.win_rate is None or found.interval is None:
+    if found.win_rate is None:
         return Verdict(
             "unknown", "open", f"Whether PPO improved is not shown: {score}, {kl}, but no answers were compared."
         )
+    if found.interval is None:
+        return Verdict(
+            "unknown", "open", f"Whether PPO improved is not shown: {score}, {kl}, win rate over SFT {_by(found)} "
+            f"{_rate(found)}."
+        )  # fmt: skip
     rate = f"win rate over SFT {_by(found)} {_rate(found)}"
     if found.interval[0] > 0.5:
         if found.length_controlled and found.length_controlled[0] <= 0.5:
@@ -171,8 +182,12 @@ def _by(found: Evidence) -> str:
 
 def _rate(found: Evidence) -> str:
     assert found.win_rate is not None
-    prompts = f"{number(found.num_prompts)} prompts, " if found.num_prompts else ""
-    return share(found.win_rate) + (f" ({prompts}{between(found.interval)})" if found.interval else "")
+    if found.interval is None:
+        return f"{share(found.win_rate)} (of how many prompts is not recorded)"
+    prompts, source = f"{number(found.num_prompts)} prompts", ", from evaluation.json" if found.evaluated else ""
+    if found.at_least:
+        return f"{share(found.win_rate)} (at least {prompts}; of so many the {between(found.interval)})"
+    return f"{share(found.win_rate)} ({prompts}, {between(found.interval)}{source})"
 
 
 def _last(curves: Mapping[str, Line], name: str, otherwise: float) -> float:

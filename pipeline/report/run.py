@@ -2,16 +2,19 @@
 
 import json
 import math
+import shlex
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report.curves import Line, curves
 from rlhf.pipeline.summary import flat, nested, outcome, run_status
 from rlhf.stages.artifact import Artifact
-from rlhf.stages.evaluation.records import FIGURES, read_answers, read_figures
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES, Figures, read_answers, read_figures, short_hash
 
 TITLES = {"pretrain": "Pretraining", "sft": "SFT", "feedback": "Feedback", "reward": "Reward model", "ppo": "PPO"}
 MODELS = {"base": "base", "sft": "SFT", "ppo": "PPO"}
@@ -102,8 +105,8 @@ class Run:
     stages: dict[str, Stage]
     evaluation: dict[str, Any] | None
     """evaluation.json, if it is there, whole, and of the models that the run has now."""
-    evaluation_fault: str | None
-    """Why there is one that is not taken."""
+    faults: dict[str, str]
+    """By its name a file of the evaluation that is not taken, with what is wrong with it."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Held-out prompts as evaluation.jsonl has them: `prompt`, and by model `answers`, `scores`, `qualities`. Those of
     `samples` where there are none."""
@@ -118,6 +121,12 @@ class Run:
     def rounds(self) -> list[dict[str, Any]]:
         rounds: list[dict[str, Any]] = self.status.get("rounds", [])
         return rounds
+
+    @property
+    def warnings(self) -> list[str]:
+        """The faults for a terminal, in a line each: file, line or key, and the cure."""
+        cure = f"`rlhf eval {shlex.quote(str(self.folder))}` makes it anew"
+        return [f"{self.folder / name}{what}, and is left out; {cure}" for name, what in self.faults.items()]
 
     @property
     def seconds(self) -> float:
@@ -139,14 +148,48 @@ def read_run(run_dir: str | Path) -> Run:
     run_dir = Path(run_dir)
     status = nested(run_status(run_dir))
     stages = {name: _stage(name, entry, run_dir) for name, entry in status["stages"].items()}
-    evaluation, fault = read_figures(run_dir), None
-    if evaluation is None and (run_dir / FIGURES).is_file():
-        fault = "is damaged, or of another version"
+    evaluation, faults = read_figures(run_dir), {}
+    if evaluation is None and (run_dir / FIGURES).exists():
+        faults[FIGURES] = _damage(run_dir / FIGURES)
     elif evaluation and not _is_of(evaluation["models"], stages):
-        evaluation, fault = None, "is of other models than those that the run has now"
+        evaluation, faults[FIGURES] = None, " is of other models than those that the run has now"
     answers = read_answers(run_dir, evaluation["answers_digest"]) if evaluation else []
+    if evaluation and not answers and evaluation["answers_digest"] not in (None, short_hash([])):
+        faults[ANSWERS] = _damage_of_answers(run_dir / ANSWERS)
     samples = [_as_evaluated(sample) for sample in stages["ppo"].samples] if "ppo" in stages else []
-    return Run(run_dir, status, stages, evaluation, fault, answers or samples, samples)
+    return Run(run_dir, status, stages, evaluation, faults, answers or samples, samples)
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with an evaluation.json that cannot be taken, and where."""
+    try:
+        content = path.read_bytes()
+        Figures.model_validate(json.loads(content))
+    except OSError as error:
+        return f": cannot be read ({error.strerror or error})"
+    except json.JSONDecodeError as error:
+        return f" line {error.lineno}: is damaged ({error.msg})"
+    except UnicodeDecodeError as error:
+        return f" line {content[: error.start].count(10) + 1}: is damaged (not UTF-8)"
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the whole file"
+        return f": {key} is damaged, or of another version ({first['msg']})"
+    return ": was changed while it was read"
+
+
+def _damage_of_answers(path: Path) -> str:
+    """The same of an evaluation.jsonl."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        return f": cannot be read ({error.strerror or error})"
+    for number, line in enumerate(lines, start=1):
+        try:
+            json.loads(line or b"0")
+        except ValueError as error:
+            return f" line {number}: is damaged ({error})"
+    return f" is not of the same evaluation as {FIGURES}"
 
 
 def read_json(path: Path) -> Any:

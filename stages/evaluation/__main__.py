@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings
 from rlhf.stages.evaluation.evaluate import evaluate
 from rlhf.stages.signals import exit_on_signal, handled
 
@@ -18,3 +18,6 @@ if __name__ == "__main__":
     except RefusedError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    except EvaluationFailed as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None

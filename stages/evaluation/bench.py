@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.data.rows import prompt_text
 from rlhf.data.tokens import Encoded
 from rlhf.stages.artifact import Artifact, code_digest, model_digest, read_settings
 from rlhf.stages.evaluation import held_out, perplexity
@@ -15,6 +17,7 @@ from rlhf.stages.evaluation.answers import Answer, Questions, Speaker, answers
 from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.judges import judging
 from rlhf.stages.evaluation.records import read_answers, read_figures, short_hash
+from rlhf.stages.evaluation.statistics import Floats
 from rlhf.stages.evaluation.subjects import Subject, here
 from rlhf.stages.models import load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
@@ -46,6 +49,9 @@ class Bench:
         self.judging = judging(self.asked, self.run_dir)
         self.say("reading held-out data")
         self._read()
+        if self.judging is not None and self.questions is not None:
+            self.say(f"asking the judge {self.judging.name}")
+            self.judging.probe(prompt_text(self.questions.prompts[0].messages))
         self._read_earlier()
 
     def _read(self) -> None:
@@ -181,7 +187,16 @@ class Bench:
         """What the judge says of answers, if there is one that judges each by itself."""
         if self.judging is None or self.judging.compares or self.questions is None:
             return None
+        self.say(f"{self.judging.name} judges {sum(map(len, found))} answers")
         return self.judging.qualities(self.questions.prompts, found)
+
+    def wins(self, one: str, other: str, ours: list[list[Answer]], theirs: list[list[Answer]]) -> Floats:
+        """1 where an answer of `one` is better than that of `other` by a judge who compares, 0.5 for a tie [P,m]."""
+        assert self.judging is not None
+        assert self.questions is not None
+        compares = f"{self.judging.name} compares {one} and {other}"
+        given = self.questions.prompts, ours, theirs
+        return np.array(self.judging.wins(*given, lambda text: self.say(f"{compares}: {text}")))
 
     def several(self, drawn: list[list[Answer]]) -> list[list[Answer]] | None:
         """Answers of SFT to choose the best of: those that were `drawn` already and as many more as are missing.

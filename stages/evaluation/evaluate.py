@@ -18,7 +18,7 @@ from rlhf.stages.disk import replace_text
 from rlhf.stages.evaluation import statistics
 from rlhf.stages.evaluation.answers import Answer
 from rlhf.stages.evaluation.bench import Bench, Say
-from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings
 from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, short_hash
 from rlhf.stages.evaluation.subjects import find_subjects
 from rlhf.stages.evaluation.tasks import run_tasks, task_manager
@@ -36,7 +36,8 @@ def evaluate(
     """Measure the models of a run, write the two files, and return what evaluation.json says.
 
     `done` are the sealed folders of its finished stages, those of the last round. Raises RefusedError for what is not
-    there or cannot be used; nothing is written then.
+    there or cannot be used, a judge among it, before a model is loaded, and EvaluationFailed for what fails later;
+    nothing is written then.
     """
     be_quiet()
     subjects = find_subjects(run_dir, done)
@@ -84,12 +85,12 @@ def evaluate(
 
 
 def write(run_dir: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put both files into the run folder. Raises RuntimeError where that cannot be done."""
+    """Put both files into the run folder. Raises EvaluationFailed where that cannot be done."""
     try:
         replace_text(run_dir / ANSWERS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         replace_text(run_dir / FIGURES, json.dumps(found, indent=1, ensure_ascii=False))
     except OSError as error:
-        raise RuntimeError(f"{run_dir}: {FIGURES} cannot be written there: {error.strerror or error}") from error
+        raise EvaluationFailed(f"{run_dir}: {FIGURES} cannot be written there: {error.strerror or error}") from error
 
 
 def summary(answers: list[list[Answer]] | None, qualities: list[list[float]] | None) -> dict[str, Any]:
@@ -134,9 +135,8 @@ def compare(bench: Bench, answers: Answers, qualities: Qualities) -> Iterator[di
             outcomes["score"] = _outcomes(_values(ours, "score"), _values(theirs, "score"))
         if one in qualities:
             outcomes["judge"] = _outcomes(qualities[one], qualities[other])
-        elif bench.judging is not None and bench.questions is not None:
-            bench.say(f"{bench.judging.name} compares {one} and {other}")
-            outcomes["judge"] = np.array(bench.judging.wins(bench.questions.prompts, ours, theirs))
+        elif bench.judging is not None:
+            outcomes["judge"] = bench.wins(one, other, ours, theirs)
         for by, won in outcomes.items():
             yield {"one": one, "other": other, "by": by} | comparison(won, longer_by)
 

@@ -21,6 +21,8 @@ Interval = tuple[float, float]
 OUTSIDE = 0.05
 """The chance that an interval misses the truth."""
 NUM_RESAMPLES = 1000
+MIN_PROMPTS = 10
+"""Of fewer a regression on lengths says what the ridge and one or two answers say."""
 RIDGE = 0.1
 """Weight of the squared coefficients beside the log-likelihood of all answers: separable data keep finite ones."""
 REFUSALS = tuple(
@@ -87,7 +89,8 @@ def win_rate(outcomes: ArrayLike, seed: int = 0) -> tuple[float, Interval]:
 
 
 def length_controlled(outcomes: ArrayLike, longer_by: ArrayLike, seed: int = 0) -> tuple[float, Interval] | None:
-    """The win rate that answers of equal length would have, and its interval; None where lengths cannot tell.
+    """The win rate that answers of equal length would have, and its interval; None where lengths cannot tell, and from
+    fewer than MIN_PROMPTS prompts.
 
     From outcomes [P] or [P,m] as in `win_rate` and, alike, how much longer the first answer is. A logistic regression
     of the outcome on an intercept and tanh(difference / its standard deviation), read at a difference of zero (Dubois
@@ -95,6 +98,8 @@ def length_controlled(outcomes: ArrayLike, longer_by: ArrayLike, seed: int = 0) 
     models writes longer answers nearly always, and None where all differences are the same but not zero.
     """
     won, difference = _by_prompt(outcomes), _by_prompt(longer_by)
+    if len(won) < MIN_PROMPTS:
+        return None
     if not difference.any() or won.min() == won.max():  # there is nothing that lengths could explain
         return win_rate(won, seed)
     spread = difference.std()

@@ -1,5 +1,6 @@
 """Which models of a run are evaluated. No torch."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlhf.data.errors import SettingsError
 from rlhf.stages.artifact import Artifact, model_digest
 from rlhf.stages.evaluation.records import NAMES, read_figures
 
@@ -40,7 +42,7 @@ class Subject:
         return model_digest(self.reference, "evaluation")
 
     def started_from(self, run_dir: Path) -> "Subject | None":
-        """The model that its stage started from, None where there was none."""
+        """The model that its stage started from, None where there was none. Raises SettingsError as `here` does."""
         if self.made_by is None:
             return None
         settings: Any = OmegaConf.load(self.made_by.folder / "settings.yaml")
@@ -49,10 +51,35 @@ class Subject:
 
 
 def here(reference: str, run_dir: Path) -> str:
-    """A model as it is named in settings: those of a run folder that was moved are looked for where it is now."""
+    """A model as it is named in settings: what a stage of this run made lies in the run, which may have been moved or
+    copied since. Raises SettingsError where it does not: what lies at its old place is another run's.
+    """
     folder = Path(reference)
-    moved = run_dir.absolute() / folder.parent.name / folder.name
-    return str(moved) if folder.is_absolute() and not folder.is_dir() and moved.is_dir() else reference
+    if not folder.is_absolute():
+        return reference
+    own = run_dir.absolute() / folder.parent.name / folder.name
+    if own.is_dir():
+        return str(own)
+    if folder.parent.name in _own_folders(run_dir):
+        raise gone(run_dir, folder.parent.name)
+    return reference
+
+
+def gone(run_dir: Path, name: str) -> SettingsError:
+    """Says that a stage's folder is not in its run any more."""
+    again = f"`rlhf run {run_dir}/recipe.yaml --run-dir {run_dir}` makes it anew"
+    return SettingsError(
+        f"{run_dir}: the folder {name} of this run is missing, or its model is; copy it too from the run that this is "
+        f"a copy of, or {again}"
+    )
+
+
+def _own_folders(run_dir: Path) -> set[str]:
+    """Of the stages of all rounds, as summary.json names them."""
+    path = run_dir / "summary.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"stages": {}}
+    rounds = [content["stages"], *content.get("rounds", [])]
+    return {entry["folder"] for stages in rounds for entry in stages.values() if entry["folder"]}
 
 
 def find_subjects(run_dir: Path, done: Mapping[str, Path]) -> dict[str, Subject]:

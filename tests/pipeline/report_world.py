@@ -115,3 +115,10 @@ def words(html: str) -> str:
     """What a reader sees of it."""
     html = re.sub(r"<(style|script)\b.*?</\1>|</?(ins|del)>", "", html, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]*>", " ", html).split())
+
+
+def together(html: str) -> list[str]:
+    """Sentences that stand in one paragraph without a space between them."""
+    paragraphs = re.findall(r"<p\b.*?</p>", html, flags=re.DOTALL)
+    texts = [re.sub(r"<[^>]*>", "", text) for text in paragraphs]
+    return [found for text in texts for found in re.findall(r"\S*[a-z0-9)][.;:?!][A-Z]\S*", text)]

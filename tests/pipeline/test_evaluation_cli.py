@@ -2,9 +2,13 @@
 
 import json
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import pytest
@@ -13,10 +17,12 @@ from pipeline_world import FakeStages, contents
 
 from rlhf.data.errors import DataError
 from rlhf.pipeline import evaluation, runner
+from rlhf.pipeline.evaluation_tables import show
 from rlhf.pipeline.launch import Ended
 from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.artifact import STAGES
+from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings
 
 Call = Callable[..., tuple[int, str, str]]
 RUN = Path("run")
@@ -193,17 +199,64 @@ def test_eval_refuses_what_cannot_be_meant(
     assert (code, message in err) == (2, True)
 
 
-def test_eval_says_how_far_it_is(world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In lines where there is no terminal, but not between the figures of --json."""
+class Told:
+    """Progress lines, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._came = Condition()
+
+    def say(self, line: str) -> None:
+        with self._came:
+            self.lines.append(line)
+            self._came.notify_all()
+
+    def wait_for(self, beginning: str, times: int = 1) -> None:
+        with self._came:
+            assert self._came.wait_for(
+                lambda: sum(line.startswith(beginning) for line in self.lines) >= times, timeout=60
+            )
+
+
+def test_without_a_terminal_lines_tell_now_and_then_where_it_is_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also while nothing new is told; and none after the end."""
+    monkeypatch.setattr(evaluation, "PATIENCE", 0.001)
+    monkeypatch.setattr(evaluation, "SECONDS_BETWEEN_LINES", 0.001)
+    told = Told()
+    with evaluation.telling("loading", told.say) as tell:
+        told.wait_for("loading (")
+        tell("base: 0 of 512 answers")
+        told.wait_for("base: 0 of 512 answers (", times=3)
+    number = len(told.lines)
+    tell("over")
+    assert len(told.lines) == number
+    assert re.fullmatch(r"base: 0 of 512 answers \(\d+\.\d s\)", told.lines[-1])
+
+
+def test_what_is_over_at_once_tells_nothing() -> None:
+    told = Told()
+    with evaluation.telling("loading", told.say) as tell:
+        tell("base: 0 of 512 answers")
+    assert told.lines == []
+
+
+@pytest.mark.parametrize(("words", "stream"), [((), 0), (("--json",), 1)])
+def test_eval_says_how_far_it_is_and_never_between_the_figures_of_json(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], stream: int
+) -> None:
     rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
 
-    def evaluate(run_dir: Path, done: dict[str, Path], asked: EvaluationSettings, say: Any) -> dict[str, Any]:
-        say("base: 0 of 512 answers")
-        return stages.evaluate(run_dir, done, asked, say)
+    @contextmanager
+    def telling(what: str, say: Any) -> Iterator[Any]:
+        say(f"{what} …")
+        yield say
 
-    monkeypatch.setattr(sys.modules["rlhf.stages.evaluation.evaluate"], "evaluate", evaluate)
-    assert rlhf("eval", "run")[1].splitlines()[0] == "base: 0 of 512 answers"
-    assert json.loads(rlhf("eval", "run", "--json")[1])["form"] == "full"
+    monkeypatch.setattr(evaluation, "telling", telling)
+    streams = rlhf("eval", "run", *words)[1:]
+    assert streams[stream].splitlines()[0] == "loading …"
+    assert "loading" not in streams[1 - stream]
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
@@ -237,32 +290,88 @@ def test_a_judge_that_fails_is_a_failure(world: Path, stages: FakeStages, rlhf: 
     rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
 
     def fail() -> None:
-        raise ValueError("judge a:b: KeyError: 'x'")
+        raise EvaluationFailed("judge a:b: KeyError: 'x'")
 
     stages.in_evaluation = fail
     code, _, err = rlhf("eval", "run")
-    assert (code, "judge a:b: KeyError: 'x'" in err) == (1, True)
+    assert (code, err) == (1, "error: judge a:b: KeyError: 'x'\n")
+
+
+def test_a_copy_without_the_folder_of_a_finished_stage_is_refused(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    """And so is one without what a stage started from, though that still lies at the old place."""
+    rlhf("run", "recipe.yaml", "--run-dir", "run")
+    for stage in STAGES:
+        shutil.copytree("run", stage)
+        (folder,) = Path(stage).glob(f"{stage}-*")
+        shutil.rmtree(folder)
+        code, out, err = rlhf("eval", stage)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"error: {stage}: the folder {folder.name} of this run is missing")
+    assert stages.evaluated == [BASE, SFT, ALL]
+    shutil.copytree("run", "copy")
+    assert rlhf("eval", "copy")[0] == 0
+    models = json.loads(Path("copy/evaluation.json").read_text())["models"]
+    assert [figures["model"].partition("-")[0] for figures in models.values()] == ["pretrain", "sft", "ppo"]
+
+
+def shown(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that are printed of it, without what aligns them."""
+    show(found)
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def figures(**others: Any) -> dict[str, Any]:
+    """evaluation.json with one model, of which there is a text perplexity of 3.4567 over 1,984 tokens."""
+    model = {"model": "sft-1", "text_perplexity": 3.4567, "num_text_tokens": 1984}
+    return {"form": "cheap", "models": {"sft": model | others.pop("model", {})}, **others}
 
 
 def test_the_table_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    figures: dict[str, Any] = dict.fromkeys(("eos_share", "distinct_2", "repetition", "refusal_share", "quality"))
-    model = figures | {
-        "model": "sft-1", "text_perplexity": 3.4567, "response_perplexity": None, "kl": 0.5, "kl_interval": [0.4, 0.6],
-        "score": {"mean": 1.0, "std": 0.25}, "length": 12.0,
-    }  # fmt: skip
+    spread = {"mean": 1.0, "std": 0.25, "quantiles": [0.0] * 5}
+    model = {"score": spread, "kl": 0.5, "kl_interval": [0.4, 0.6], "length": 12.0}
+    best = {"n": 2, "kl": 0.193147, "score": 0.5, "score_interval": [0.25, 0.75], "quality": None}
+    lines = shown(figures(model=model, best_of_n=[best]), capsys)
+    assert lines[0] == "model text ppl score KL from sft tokens"
+    assert lines[1] == "sft (sft-1) 3.46 1.00 ± 0.250 0.500 (0.400 to 0.600) 12.0"
+    assert "2 0.193 0.500 (0.250 to 0.750) –" in lines
+
+
+def test_below_the_figures_stands_on_how_much_they_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what there is none nothing is said."""
+    assert shown(figures(), capsys)[2:] == ["held out: 1,984 tokens of text"]
+    whole = figures(model={"num_response_tokens": 930}, settings={"num_prompts": 16, "num_samples": 1})
+    assert shown(whole, capsys)[2:] == [
+        "held out: 1,984 tokens of text, 930 tokens of responses, 16 prompts (answers to each: 1)"
+    ]
+
+
+def test_win_rates_have_two_decimals_as_in_the_report_and_a_dash_where_there_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     pair = {
-        "one": "ppo", "other": "sft", "by": "score", "wins": 7, "ties": 1, "losses": 2, "win_rate": 0.75,
+        "one": "ppo", "other": "sft", "by": "score", "wins": 7, "ties": 1, "losses": 2, "win_rate": 0.7549,
         "interval": [0.5, 0.9], "length_controlled": None, "length_controlled_interval": None,
     }  # fmt: skip
-    best = {"n": 2, "kl": 0.193147, "score": 0.5, "score_interval": [0.25, 0.75], "quality": None}
-    found = {"models": {"sft": model}, "pairs": [pair], "best_of_n": [best], "tasks": {"sft": {"t": {"acc": 0.5}}}}
-    evaluation.show(found)
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "model text ppl score KL from sft tokens"
-    assert lines[1] == "sft (sft-1) 3.46 1 ± 0.25 0.5 (0.4 to 0.6) 12"
-    assert "ppo than sft score 7 1 2 0.75 (0.5 to 0.9)" in lines
-    assert "2 0.193 0.5 (0.25 to 0.75)" in lines
-    assert lines[-1] == "sft t acc 0.5"
+    controlled = pair | {"by": "judge", "length_controlled": 0.996, "length_controlled_interval": [0.061, 1.0]}
+    lines = shown(figures(pairs=[pair, controlled]), capsys)
+    assert "ppo than sft score 7 1 2 0.75 (0.50 to 0.90) –" in lines
+    assert "ppo than sft judge 7 1 2 0.75 (0.50 to 0.90) 1.00 (0.06 to 1.00)" in lines
+
+
+def test_results_of_lm_eval_are_a_row_per_metric_with_a_column_per_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """As lm-eval names them; a standard error stands by its value, and what a model has not is a dash."""
+    tasks = {
+        "base": {"fox": {"acc,none": 0.25, "acc_stderr,none": 0.0433}},
+        "sft": {
+            "fox": {"acc,none": 0.5, "acc_stderr,none": 0.05},
+            "sums": {"exact_match,strict-match": 0.125, "exact_match_stderr,strict-match": None},
+        },
+    }
+    assert shown(figures(tasks=tasks), capsys)[-3:] == [
+        "task metric base sft",
+        "fox acc 0.250 ± 0.0433 0.500 ± 0.0500",
+        "sums exact_match (strict-match) – 0.125",
+    ]
 
 
 def test_files_of_an_evaluation_that_is_not_ours_are_not_written_over(

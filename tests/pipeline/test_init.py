@@ -120,6 +120,69 @@ def test_nothing_to_run_is_refused_and_nothing_is_written(here: Path, rlhf: Call
     assert os.listdir(here) == ["asked.jsonl"]
 
 
+BIRD, FISH = "Name a bird.", "Name a fish."
+ONE_A_ROW = "prompt,response,rank\n" + "".join(
+    f"{prompt},{answer},{rank}\n" for rank, answer in enumerate(("This.", "That."), 1) for prompt in (BIRD, FISH)
+)
+
+
+def test_a_table_of_one_answer_a_row_is_rankings_and_nothing_to_imitate(here: Path, rlhf: Call) -> None:
+    Path("table.csv").write_text(ONE_A_ROW)
+    code, out, _ = rlhf("init", "mine")
+    assert code == 0
+    assert "preferences: 4 rows, 2 rankings (ranked_answers)" in out
+    assert recipe().stages == ["reward", "ppo"]
+
+
+def test_ranks_that_cannot_be_read_are_told_before_bad_answers_are_imitated(here: Path, rlhf: Call) -> None:
+    Path("table.csv").write_text(ONE_A_ROW.replace(",1", ",good").replace(",2", ",bad"))
+    _, out, _ = rlhf("init", "mine")
+    assert (
+        "warning: table.csv: each row has one answer and how good it is (ranked_answers): all are learned from" in out
+    )
+    assert "but here row 1: a rank is not a finite number: 'good'" in out
+    assert "left out: reward: there are no rankings (preferences); table.csv row 1: a rank is not a finite" in out
+
+
+def test_a_file_that_is_not_there_is_all_that_is_told(here: Path, rlhf: Call) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    for names in (["gone.csv"], ["demos.jsonl", "gone.csv"]):
+        code, out, err = rlhf("init", "mine", *names)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith("error: gone.csv: no such file or folder")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            '{"prompt": "a", "response": ""}\n{"prompt": "", "response": "x"}\n',
+            "as demonstrations: row 1: empty response; repair such rows",
+        ),
+        (
+            '{"prompt": "a", "chosen": "b", "rejected": "b"}\n' * 2,
+            "as preferences: row 1: identical answers at different ranks: 'b'; repair such rows",
+        ),
+        (
+            '{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": "c"}\n{"prompt": \n',
+            "one prompt alone; one to train on and one to evaluate on are needed; "
+            "1 of 3 rows cannot be used, row 3: broken JSON, column 11: Expecting value",
+        ),
+        ("", "it is empty; at least one row is needed"),
+    ],
+)
+def test_an_unusable_file_says_row_and_reason_and_nothing_else(here: Path, rlhf: Call, text: str, why: str) -> None:
+    Path("bad.jsonl").write_text(text)
+    assert rlhf("init", "mine", "bad.jsonl") == (2, "", f"error: bad.jsonl: {why}\n")
+
+
+def test_prompts_of_rows_that_should_be_more_say_why_they_are_not(here: Path, rlhf: Call) -> None:
+    write_rows(here / "lists.jsonl", [{"prompt": p, "responses": "['a', 'b']", "ranks": [1, 2]} for p in (BIRD, FISH)])
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    _, out, _ = rlhf("init", "mine")
+    assert "there are no rankings (preferences); lists.jsonl row 1: responses is broken JSON, column 2" in out
+
+
 def test_without_a_data_file_it_says_what_would_be_one_and_where_some_may_lie(here: Path, rlhf: Call) -> None:
     assert rlhf("init", "mine")[2] == (
         "error: mine: there are no data files here (.jsonl, .json, .csv, .tsv, .parquet, .txt); name some, or folders "

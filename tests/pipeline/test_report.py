@@ -15,6 +15,7 @@ from report_world import (
     make_run,
     page,
     set_metrics,
+    together,
     words,
     write_lines,
 )
@@ -42,8 +43,8 @@ def test_every_stage_shows_its_metric_before_and_after(tmp_path: Path) -> None:
     shown = words(page(make_run(tmp_path / "run", list(METRICS), [SAMPLE])))
     assert "Pretraining ✓ better 6.93 → 2.16 held-out loss, nats per token, against guessing" in shown  # ln 1024 = 6.93
     assert "SFT ✓ better 3.42 → 1.17 held-out loss, nats per token, against the base model" in shown
-    assert "Reward model ✓ better 0.571 → 0.868 held-out ranking accuracy, against “longer wins”" in shown
-    assert "PPO ✓ better 0.386 → 0.830 true quality, against SFT" in shown
+    assert "Reward model ✓ better 0.57 → 0.87 held-out ranking accuracy, against “longer wins”" in shown
+    assert "PPO ✓ better 0.386 → 0.830 true quality by the judge, against SFT" in shown
     assert "Together 50.0 s" in shown
 
 
@@ -53,9 +54,33 @@ def test_every_stage_has_a_verdict_and_the_run_an_outcome_at_the_top(tmp_path: P
     shown = words(page(run_dir))
     assert "SFT ✓ learned SFT learned: held-out loss 3.42 → 1.17. done 12.5 s" in shown
     top = shown[: shown.index("From raw text")]
-    assert "PPO improved: true quality 0.386 → 0.830, win rate over SFT by the judge 0.82 (40 prompts, 95 %" in top
+    assert (
+        "PPO improved: true quality 0.386 → 0.830, win rate over SFT by the judge 0.82 (at least 40 prompts; of so "
+        "many the 95 % interval 0.67 to 0.91), KL 8.70"
+    ) in " ".join(top.split())
     assert top.endswith("No stage before it gives cause for doubt. The last finished model is run/ppo-0123abcd/model. ")
     assert "What it means, and what to change" not in shown
+
+
+def test_a_share_has_the_same_digits_everywhere_and_says_on_how_many_prompts(tmp_path: Path) -> None:
+    """0.8525 is 0.85 in the verdict, among the figures below it, on the tile, in the legend and in the table."""
+    run_dir = make_graded(tmp_path / "run", [WORST])
+    set_metrics(run_dir, "reward", accuracy=0.8525, num_eval_prompts=250)
+    path = run_dir / "reward-0123abcd" / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    manifest["metrics"] |= {"accuracy": 0.8525}
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    write_lines(run_dir / "reward-0123abcd" / "metrics.jsonl", [{"step": 1, "accuracy": 0.8525}])
+    shown = words(page(run_dir))
+    assert shown.count("0.85 ") + shown.count("0.85,") >= 5
+    assert not re.search(r"0\.85\d|85\.\d ?%", shown)
+    assert "0.57 → 0.85 held-out ranking accuracy, against “longer wins”; 250 prompts" in shown
+    of_ppo = make_run(tmp_path / "ppo", ["ppo"], [SAMPLE])
+    shown = words(page(set_metrics(of_ppo, "ppo", win_rate=0.8525, num_eval_prompts=119)))
+    assert "by the judge 0.85 (119 prompts, 95" in shown
+    assert "win rate over SFT by the judge 0.85 ties count half" in shown
+    assert "all by the stage itself, on 119 held-out prompts" in shown
+    assert not re.search(r"0\.85\d", shown)
 
 
 def test_a_verdict_that_asks_for_it_says_what_to_change(tmp_path: Path) -> None:
@@ -81,7 +106,7 @@ def test_a_change_that_so_few_prompts_do_not_show_is_neither_better_nor_worse(tm
     shown = words(page(run_dir))
     assert "Reward model ? too few to tell 1.00 → 0.00 held-out ranking accuracy" in shown
     assert "? too few prompts Whether the reward model is better than guessing is not shown" in shown
-    assert "PPO ? too few to tell 0.386 → 0.300 true quality" in shown
+    assert "PPO ? too few to tell 0.386 → 0.300 true quality by the judge, against SFT; 20 prompts" in shown
     assert "✗" not in shown
     set_metrics(run_dir, "reward", num_eval_prompts=8)  # 0 to 0.32 against 0.68 to 1
     set_metrics(run_dir, "ppo", win_rate=0.1)  # 0.03 to 0.30
@@ -133,7 +158,7 @@ def test_rounds_are_held_against_the_round_before_where_a_judge_gives_qualities(
     one = {"sft_true_quality": 0.4, "true_quality": 0.5, "win_rate": 0.6, "kl": 2.0}
     shown = with_rounds(tmp_path, one, {"sft_true_quality": 0.5, "true_quality": 0.75, "win_rate": 0.7, "kl": 3.0})
     assert "round rankings accuracy of the reward model true quality its gain win rate by the judge KL" in shown
-    assert "1 12 0.750 0.500 +0.100 0.600 2.00 2 12 0.750 0.750 +0.250 0.700 3.00" in shown
+    assert "1 12 0.75 0.500 +0.100 0.60 2.00 2 12 0.75 0.750 +0.250 0.70 3.00" in shown
     assert "A gain in quality is over the round before" in shown
 
 
@@ -141,7 +166,7 @@ def test_rounds_that_people_rate_show_what_can_be_said(tmp_path: Path) -> None:
     one = {"score": 0.5, "sft_score": 0.25, "score_win_rate": 0.6, "kl": 2.0}
     shown = with_rounds(tmp_path, one, one | {"score": 1.0})
     assert "round rankings accuracy of the reward model gain in score win rate by the reward model KL" in shown
-    assert "1 12 0.750 +0.250 0.600 2.00 2 12 0.750 +0.750 0.600 2.00" in shown
+    assert "1 12 0.75 +0.250 0.60 2.00 2 12 0.75 +0.750 0.60 2.00" in shown
     assert "No judge says how good the answers are" in shown
     assert "–" not in shown
 
@@ -180,14 +205,15 @@ def test_the_report_card_shows_accuracies_calibration_and_the_worst_pairs(tmp_pa
     html = page(make_graded(tmp_path / "run", [WORST]))
     shown = words(html)
     assert (
-        "Of 1,234 pairs of held-out answers to 250 prompts, the model gives the higher score to the better answer in "
-        "71.9% ; averaged prompt by prompt, in 70.0% . Always preferring the longer answer would reach 57.1%."
+        "Accuracy is the share of pairs in which the better answer has the higher score: 0.72 of 1,234 pairs of "
+        "held-out answers to 250 prompts; averaged prompt by prompt, 0.70 . Always preferring the longer answer would "
+        "reach 0.57."
     ) in shown
     assert "as trained, calibration error 0.0812 at temperature 1.62 0.0123 as right as it is sure" in shown
     assert "best of a prompt, mean 0.410 worst, mean -0.520" in shown
     assert "No temperature can be told" not in shown
-    assert "by length pairs accuracy better answer longer 800 90.0% better answer shorter 434 55.0%" in shown
-    assert "by source pairs accuracy &lt;forum&gt; 1,000 70.0% web 234 100.0%" in shown
+    assert "by length pairs accuracy better answer longer 800 0.90 better answer shorter 434 0.55" in shown
+    assert "by source pairs accuracy &lt;forum&gt; 1,000 0.70 web 234 1.00" in shown
     assert "by how much better" not in shown  # no strengths are known
     assert "several reward models" not in shown
     assert "The 1 pair it is most wrong about" in shown
@@ -215,7 +241,7 @@ def test_other_reward_models_stand_beside_with_how_far_they_agree(tmp_path: Path
     agreement = {"all_agree": 0.8, "mean_pairwise": 0.85, "score_std": 0.25}
     shown = words(page(make_graded(tmp_path / "run", [], compared=compared, agreement=agreement)))
     assert (
-        "several reward models on the same pairs accuracy other/model 65.0% pairs that all models order alike 80.0%"
+        "several reward models on the same pairs accuracy other/model 0.65 pairs that all models order alike 0.80"
         in shown
     )
     assert "most wrong about" not in shown
@@ -286,7 +312,7 @@ def test_answers_stand_side_by_side_with_their_scores(tmp_path: Path) -> None:
 def test_true_quality_decides_where_a_judge_gave_it(tmp_path: Path) -> None:
     judged = SAMPLE | {"sft_quality": 0.9, "ppo_quality": 0.25}  # the score says better, the judge worse
     shown = words(page(make_run(tmp_path / "run", ["ppo"], [judged])))
-    assert "By true quality, PPO's answer is better for 0 of 1 prompts and worse for 1 ." in shown
+    assert "By true quality, PPO's answer is better for 0 of 1 prompt and worse for 1 ." in shown
     assert "PPO true quality 0.25 score 2.25" in shown
 
 
@@ -491,7 +517,43 @@ def test_columns_that_hold_nothing_are_left_out(tmp_path: Path, monkeypatch: pyt
     shown = words(page(make_run(tmp_path, ["ppo"])))
     assert "PPO seconds share update forward and backward passes, optimiser 0.500 100.0% Lineage" in shown
     assert "bound is" not in shown
-    assert "stage time processes hours of them PPO 12.5 s 1 0.00347 Time is" in shown
+    assert "stage time processes process hours PPO 12.5 s 1 0.00347 Time is" in shown
+
+
+def test_a_phase_table_leaves_out_what_only_other_stages_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "sft", [{"step": 1, "loss": 2.0, "seconds_update": 0.5}])
+    of_ppo = timed(1, update=0.5) | {"tokens_per_second_update": 70.0, "flops_share_update": 0.375}
+    monkeypatch.setitem(ROWS, "ppo", [of_ppo])
+    html = page(make_run(tmp_path, ["sft", "ppo"]))
+    assert "SFT seconds share update forward and backward passes, optimiser 0.500 100.0% PPO" in words(html)
+    assert "PPO seconds share tokens/s of the bound update" in words(html)
+
+
+def test_no_table_has_a_column_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a run of all stages, nor of one that records little of its data."""
+    monkeypatch.setitem(ROWS, "reward", [{"step": 1, "seconds_update": 0.5}])
+    monkeypatch.setitem(ROWS, "ppo", [timed(1, update=0.5) | {"tokens_per_second_update": 70.0}])
+    run_dir = make_run(tmp_path, list(METRICS), [SAMPLE])
+    set_metrics(run_dir, "reward", num_prompts=800)
+    tables = re.findall(r"<table.*?</table>", page(run_dir))
+    assert len(tables) > 6
+    for table in tables:
+        rows = [[words(cell) for cell in re.findall(r"<td.*?</td>", row)] for row in table.split("<tr>")]
+        for column in zip(*[row for row in rows if len(row) > 1], strict=True):
+            assert set(column) - {"", "–"}, table
+
+
+def test_what_ranked_is_not_said_to_be_people(tmp_path: Path) -> None:
+    """Answers may have been ranked by a function or by a model."""
+    shown = words(page(make_run(tmp_path, list(METRICS), [SAMPLE])))
+    assert "From raw text to a model whose answers are preferred" in shown
+    assert not re.search("human|people", shown)
+
+
+def test_sentences_stand_apart(tmp_path: Path) -> None:
+    """A tag of a template at the end of a line takes the line's end away."""
+    for run_dir in (make_graded(tmp_path / "card", [WORST]), make_run(tmp_path / "run", list(METRICS), [SAMPLE])):
+        assert together(page(run_dir)) == []
 
 
 def test_phases_are_in_their_table_and_not_among_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,14 @@ def test_nothing_is_wider_than_the_window(tab: Tab, home: Path, name: str, width
     assert tab.run("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("width", [1280, 800, 390])
+def test_every_row_of_charts_is_full(tab: Tab, width: int) -> None:
+    """However many there are: none stands alone beside an empty place, and an only one takes the whole row."""
+    tab.resize(width, 844)
+    for number in range(1, 12):
+        assert tab.run(GAPS.replace("NUMBER", str(number))) == [], number
+
+
 def test_dark_and_light_have_ink_that_can_be_read(tab: Tab) -> None:
     """By the contrast of WCAG 2: 4.5 to 1 at least, of every text that is in sight, on what is behind it."""
     for scheme in ("light", "dark"):
@@ -105,6 +113,26 @@ def test_every_drawing_and_field_has_a_name_and_every_table_headers(tab: Tab) ->
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
+GAPS = """(() => {
+  const gaps = [];
+  for (const box of document.querySelectorAll('.charts')) {
+    const whole = box.innerHTML;
+    if (!box.children.length || !box.checkVisibility()) continue;
+    const card = box.children[0].outerHTML;
+    box.innerHTML = card.repeat(NUMBER);
+    const rows = {};
+    for (const e of box.children) {
+      const place = e.getBoundingClientRect();
+      rows[place.top] = Math.max(rows[place.top] || 0, place.right);
+    }
+    for (const right of Object.values(rows)) {
+      const gap = box.getBoundingClientRect().right - right;
+      if (gap > 2) gaps.push(gap);
+    }
+    box.innerHTML = whole;
+  }
+  return gaps;
+})()"""
 CONTRAST = """(() => {
   const light = ([r, g, b]) => {
     const f = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_world import METRICS, SAMPLE, make_run, set_metrics, words, write_lines
+from report_world import METRICS, SAMPLE, make_run, set_metrics, together, words, write_lines
 
 from rlhf.pipeline.report.compare import Comparison, names
 
@@ -64,7 +64,8 @@ def test_the_page_shows_verdicts_curves_and_common_prompts(runs: tuple[Path, Pat
     assert "SFT ✓ learned SFT learned: held-out loss 3.42 → 1.17. ✓ learned" in shown
     assert "The same in all of these runs, by their keys: SFT." in shown
     assert shown.count("Loss, nats per token") == 0  # so its curves say nothing
-    assert "Score: score a 0.900 b 0.900" in shown
+    assert "Score: training a 0.900 b 0.900" in shown
+    assert together(html) == []
     assert "1 prompt. By true quality, b is better than a for 1 and worse for 0 ." in shown
     assert "+0.40 What does a fox eat? a true quality 0.50 score 2.25 A fox eats mice. b" in shown
     assert "A fox eats <del>mice.</del>" in html
@@ -74,13 +75,42 @@ def test_the_page_shows_verdicts_curves_and_common_prompts(runs: tuple[Path, Pat
 
 def test_scores_of_different_reward_models_are_not_compared(runs: tuple[Path, Path]) -> None:
     for run_dir in runs:
-        write_lines(run_dir / "ppo-0123abcd" / "samples.jsonl", [SAMPLE])
+        write_lines(run_dir / "ppo-0123abcd" / "samples.jsonl", [SAMPLE | {"ppo": f"In {run_dir.name}."}])
     assert "reward models of their own, whose scores do not compare" in words(Comparison(runs).page())
     for run_dir in runs:
         path = run_dir / "ppo-0123abcd" / "manifest.json"
         made = json.loads(path.read_text(encoding="utf-8")) | {"inputs": {"reward_model": "beef"}}
         path.write_text(json.dumps(made), encoding="utf-8")
     assert "By the score of their common reward model" in words(Comparison(runs).page())
+
+
+def test_answers_that_are_equal_are_counted_and_not_shown(runs: tuple[Path, Path]) -> None:
+    rows = [SAMPLE | {"prompt": f"prompt {n}"} for n in range(3)]
+    for run_dir in runs:
+        write_lines(run_dir / "ppo-0123abcd" / "samples.jsonl", [*rows, SAMPLE | {"ppo": f"In {run_dir.name}."}])
+    html = Comparison(runs).page()
+    assert "4 prompts. The answers to 3 of them are equal in all runs; the others are below. The runs" in words(html)
+    assert html.count('<article class="sample') == 1
+    for run_dir in runs:
+        write_lines(run_dir / "ppo-0123abcd" / "samples.jsonl", rows)
+    html = Comparison(runs).page()
+    assert words(html).endswith("All 3 answers are equal in all of these runs.")
+    assert "<article" not in html
+    for run_dir in runs:
+        write_lines(run_dir / "ppo-0123abcd" / "samples.jsonl", rows[:1])
+    assert "The one answer is equal in all of these runs." in words(Comparison(runs).page())
+
+
+def test_shares_and_their_differences_have_two_digits(runs: tuple[Path, Path]) -> None:
+    set_metrics(runs[0], "ppo", win_rate=0.8525)
+    set_metrics(runs[1], "ppo", win_rate=0.7)
+    assert "win_rate 0.85 0.70 −0.15" in words(Comparison(runs).page())
+
+
+def test_runs_that_do_not_differ_have_no_column_of_differences(runs: tuple[Path, Path]) -> None:
+    assert "PPO a b difference true_quality" in words(Comparison(runs).page())
+    set_metrics(runs[1], "ppo", kl=8.7, true_quality=0.83)
+    assert "PPO a b true_quality" in words(Comparison(runs).page())
 
 
 def test_text_of_people_cannot_become_markup(runs: tuple[Path, Path]) -> None:

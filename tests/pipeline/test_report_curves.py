@@ -66,11 +66,12 @@ def test_metrics_that_belong_together_share_a_chart_with_what_they_have_to_beat(
             "Share of tokens whose ratio is clipped": ({"clip_fraction": 0.1}, None),
             "Gradient norms, before clipping": ({"policy_grad_norm": 2.0}, None),
         }
+        assert [chart["names"] for chart in found["charts"]] == [
+            {"eval_true_quality": "held out"}, {"score": "training", "eval_score": "held out"},
+            {"kl": "training", "eval_kl": "held out"}, {"clip_fraction": "training"}, {"policy_grad_norm": "policy"},
+        ]  # fmt: skip
         assert [chart["title"] for chart in found["more_charts"]] == ["eval win rate", "odd"]
-    assert (
-        drawn[0][2]
-        == "True quality: eval_true_quality from 0.400 at step 0 to 0.500 at step 5, between 0.400 and 0.500"
-    )
+    assert drawn[0][2] == "True quality: held out from 0.400 at step 0 to 0.500 at step 5, between 0.400 and 0.500"
 
 
 def test_a_drawing_says_in_words_what_it_shows_and_takes_the_pages_colours() -> None:

@@ -2,16 +2,19 @@
 
 import copy
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_world import SAMPLE, make_run, page, words, write_lines
+from report_world import SAMPLE, make_run, page, set_metrics, together, words, write_lines
 
 from rlhf.pipeline.report.evaluation import frontier
 from rlhf.pipeline.report.run import read_run
 from rlhf.stages.evaluation.records import short_hash
 
+Rlhf = Callable[..., tuple[int, str, str]]
 SCORE = {"mean": 0.5, "std": 1.0, "quantiles": [-1.0, 0.0, 0.25, 1.0, 2.0]}
 MODEL = {
     "model": "sft-0123abcd", "digest": "beef", "text_perplexity": 8.0, "num_text_tokens": 100,
@@ -48,16 +51,89 @@ def test_the_full_form_shows_win_rates_with_intervals_and_the_alignment_tax(tmp_
     rows = [{"prompt": "Why?", "answers": {"base": "b", "sft": "s", "ppo": "p"}, "lengths": {"ppo": 7}}]
     html = page(evaluated(tmp_path / "run", FULL, rows))
     shown = words(html)
-    assert "PPO over SFT the judge 70 10 20 0.75 0.66 to 0.83" in shown
-    assert "PPO over SFT at equal length the judge 0.70 0.60 to 0.80" in shown
+    assert "losses win rate, 95 % interval 0 to 1, half dotted at equal length PPO over SFT the judge" in shown
+    assert "PPO over SFT the judge 70 10 20 0.75 (0.66 to 0.83) 0.70 (0.60 to 0.80)" in shown
     assert 'aria-label="0.75, interval 0.66 to 0.83, on a scale from 0 to 1"' in html
-    assert "of each model SFT PPO perplexity of held-out text 8.00 10.0" in shown
+    assert "of each model SFT PPO perplexity of held-out text, 100 tokens 8.00 10.0" in shown
+    assert "perplexity of held-out responses, 50 tokens 3.00 3.00" in shown
+    assert "share of answers that come to an end 1.00 1.00" in shown
     assert "KL from SFT, nats per response – 9.00 scores of nine in ten answers -1.00 to 2.00 -1.00 to 2.00" in shown
     assert "PPO raised the perplexity of held-out text from 8.00 to 10.0 (+25%)." in shown
     assert "best of n answers of SFT, n = 1, 4" in shown
-    assert "arc" in shown
     assert "Why? base b SFT s PPO 7 tokens p" in shown  # of evaluation.jsonl, and not of samples.jsonl
-    assert "100 prompts, 95 % interval 0.66 to 0.83" in shown  # in PPO's verdict
+    assert "0.75 (100 prompts, 95 % interval 0.66 to 0.83, from evaluation.json)" in shown  # in PPO's verdict
+    assert "does not rest on these figures" not in shown
+    assert together(html) == []
+
+
+def test_a_win_rate_at_equal_length_that_is_not_known_is_a_dash(tmp_path: Path) -> None:
+    unknown = PAIR | {"by": "score", "length_controlled": None, "length_controlled_interval": None}
+    shown = words(page(evaluated(tmp_path / "one", FULL | {"pairs": [unknown, PAIR]})))
+    assert "PPO over SFT the reward model 70 10 20 0.75 (0.66 to 0.83) – PPO over SFT the judge" in shown
+    shown = words(page(evaluated(tmp_path / "none", FULL | {"pairs": [unknown]})))
+    assert "half dotted PPO over SFT the reward model 70 10 20 0.75 (0.66 to 0.83) What the win rates" in shown
+
+
+def test_an_evaluation_of_fewer_prompts_says_that_the_verdict_rests_on_others(tmp_path: Path) -> None:
+    few = FULL | {"form": "cheap", "settings": {"num_prompts": 16}}
+    run_dir = set_metrics(evaluated(tmp_path, few), "ppo", win_rate=0.8525, num_eval_prompts=119)
+    shown = words(page(run_dir))
+    assert "by the judge 0.85 (119 prompts, 95 % interval" in shown
+    assert "; 16 prompts" in shown
+    assert "PPO's verdict does not rest on these figures, but on the ppo stage's own evaluation, of 119 prompts." in (
+        shown.replace("&#39;", "'")
+    )
+
+
+def test_tasks_of_lm_eval_are_a_table_with_standard_errors(tmp_path: Path) -> None:
+    sft = {
+        "arc": {"acc,none": 0.25, "acc_stderr,none": 0.0125},
+        "gsm": {"exact,strict": 0.5, "exact_stderr,strict": None},
+    }
+    tasks = {"sft": sft, "ppo": {"arc": {"acc,none": 0.5, "acc_stderr,none": 0.025}}}
+    html = page(evaluated(tmp_path, FULL | {"tasks": tasks}))
+    assert "task metric SFT PPO arc acc 0.250 ± 0.0125 0.500 ± 0.0250 gsm exact (strict) 0.500 –" in words(html)
+    assert "stderr" not in html
+    assert "Tasks of lm-eval" not in page(evaluated(tmp_path / "none", FULL | {"tasks": {}}))
+
+
+def test_best_of_n_is_explained_only_where_it_is_drawn(tmp_path: Path) -> None:
+    assert "The best of n answers of SFT" in words(page(evaluated(tmp_path / "with", FULL)))
+    run_dir = evaluated(tmp_path / "without", FULL | {"best_of_n": None})
+    rows = [{"step": 5, "eval_kl": 4.0, "eval_score": 2.0, "eval_sft_score": 0.0}]
+    write_lines(run_dir / "ppo-0123abcd" / "metrics.jsonl", rows)
+    shown = words(page(run_dir))
+    assert "What a nat of KL buys The score over the root of the KL" in shown
+    assert "best of n" not in shown.lower()
+
+
+def test_the_command_warns_of_an_evaluation_that_it_leaves_out(tmp_path: Path, rlhf: Rlhf) -> None:
+    """One line: the file, where in it, and the cure."""
+    run_dir = evaluated(tmp_path / "run", FULL, [{"prompt": "Why?", "answers": {"sft": "s", "ppo": "p"}}])
+    assert rlhf("report", str(run_dir))[2] == ""
+    path, cure = run_dir / "evaluation.json", f", and is left out; `rlhf eval {run_dir}` makes it anew\n"
+    whole = json.loads(path.read_text(encoding="utf-8"))
+    for text, what in (
+        (json.dumps(whole, indent=1)[:40], " line 4: is damaged ("),
+        (json.dumps(whole | {"models": []}), ": models is damaged, or of another version ("),
+        (json.dumps(whole | {"pairs": [PAIR | {"wins": "x"}]}), ": pairs.0.wins is damaged"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        code, out, err = rlhf("report", str(run_dir))
+        assert (code, out) == (0, f"{run_dir / 'report.html'}\n")
+        assert err.startswith(f"warning: {path}{what}")
+        assert err.endswith(cure)
+        assert err.count("\n") == 1
+    assert (
+        rlhf("report", str(run_dir), str(make_run(tmp_path / "b", ["sft"])), "--out", str(tmp_path / "x.html"))[2]
+        == err
+    )
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    for text, what in (("3\n{", " line 2: is damaged"), ("{}\n", " is not of the same evaluation as evaluation.json")):
+        (run_dir / "evaluation.jsonl").write_text(text, encoding="utf-8")
+        err = rlhf("report", str(run_dir))[2]
+        assert err.startswith(f"warning: {run_dir / 'evaluation.jsonl'}{what}")
+        assert err.endswith(cure)
 
 
 def test_the_cheap_form_leaves_out_what_it_does_not_have(tmp_path: Path) -> None:
@@ -81,7 +157,7 @@ def test_a_base_model_that_was_trained_anew_makes_an_evaluation_old(tmp_path: Pa
     run_dir = make_run(tmp_path, ["pretrain"])
     base = FULL | {"pairs": [], "models": {"base": MODEL | {"model": "pretrain-feedbeef"}}}
     (run_dir / "evaluation.json").write_text(json.dumps(base), encoding="utf-8")
-    assert read_run(run_dir).evaluation_fault == "is of other models than those that the run has now"
+    assert read_run(run_dir).faults == {"evaluation.json": " is of other models than those that the run has now"}
 
 
 WITHOUT = object()
@@ -115,7 +191,7 @@ def test_an_evaluation_that_is_not_whole_is_left_out_and_said_to_be_damaged(
     read = read_run(run_dir)
     assert (read.evaluation, read.answers) == (None, read.samples)
     shown = words(page(run_dir))
-    assert "evaluation.json is damaged, or of another version, and is left out" in shown
+    assert re.search(r"⚠ evaluation\.json .{0,40}is damaged.{0,200}, and is left out", shown)
     assert "What does a fox eat?" in shown
 
 

@@ -245,11 +245,17 @@ def test_evidence_is_the_evaluations_where_there_is_one() -> None:
     by_score = pair | {"by": "score", "win_rate": 0.9}
     other = pair | {"other": "base", "win_rate": 0.99}
     found = gather({"pairs": [other, by_score, pair]}, [], [], {"win_rate": 0.1})
-    assert found == Evidence(0.75, (0.66, 0.83), (0.6, 0.8), True, 100)
+    assert found == Evidence(0.75, (0.66, 0.83), (0.6, 0.8), True, 100, evaluated=True)
     assert gather({"pairs": [by_score]}, [], [], {}).judged is False
     models = {"sft": {"quality": {"mean": 0.25}}, "ppo": {"quality": {"mean": 0.5}}}
     asked = {"pairs": [pair], "models": models, "settings": {"num_prompts": 25}}  # four answers to each
-    assert gather(asked, [], [], {}) == Evidence(0.75, (0.66, 0.83), (0.6, 0.8), True, 25, quality=(0.25, 0.5))
+    assert gather(asked, [], [], {}) == Evidence(
+        0.75, (0.66, 0.83), (0.6, 0.8), True, 25, quality=(0.25, 0.5), evaluated=True
+    )
+    assert said(ppo_verdict.ppo(PPO, {}, None, gather(asked, [], [], {})), "improved", "good").endswith(
+        "win rate over SFT by the judge 0.75 (25 prompts, 95 % interval 0.66 to 0.83, from evaluation.json), KL 9.00 "
+        "nats per response."
+    )
 
 
 def test_an_evaluation_on_fewer_prompts_than_the_stage_asked_is_not_the_evidence() -> None:
@@ -257,11 +263,25 @@ def test_an_evaluation_on_fewer_prompts_than_the_stage_asked_is_not_the_evidence
             "interval": [0.3, 0.7]}  # fmt: skip
     rows = [{"prompt": str(n)} for n in range(40)]
     assert gather({"pairs": [pair]}, rows[:16], rows, {"win_rate": 0.8}) == Evidence(
-        0.8, wilson(0.8, 40), None, True, 40
+        0.8, wilson(0.8, 40), None, True, 40, at_least=True
     )
     assert gather({"pairs": [pair]}, rows[:16], rows[:16], {"win_rate": 0.8}).win_rate == 0.5
     told = {"win_rate": 0.8, "num_eval_prompts": 119}  # of which samples.jsonl has forty
     assert gather(None, [], rows, told) == Evidence(0.8, wilson(0.8, 119), None, True, 119)
+
+
+def test_an_older_manifest_without_a_number_of_prompts_says_only_what_is_known() -> None:
+    """samples.jsonl has some of the prompts over which the win rate is."""
+    rows = [{"prompt": str(n)} for n in range(40)]
+    found = gather(None, [], rows, {"win_rate": 0.855})
+    assert said(ppo_verdict.ppo(PPO, {}, None, found), "improved", "good") == (
+        "PPO improved: the score rose from -0.100 to 1.50, win rate over SFT by the judge 0.85 (at least 40 prompts; "
+        "of so many the 95 % interval 0.72 to 0.93), KL 9.00 nats per response."
+    )
+    assert said(ppo_verdict.ppo(PPO, {}, None, gather(None, [], [], {"win_rate": 0.855})), "unknown", "open") == (
+        "Whether PPO improved is not shown: the score rose from -0.100 to 1.50, KL 9.00 nats per response, win rate "
+        "over SFT by the judge 0.85 (of how many prompts is not recorded)."
+    )
 
 
 def test_without_an_evaluation_the_stages_own_figures_and_samples_are_evidence() -> None:

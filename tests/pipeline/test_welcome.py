@@ -42,6 +42,25 @@ def test_it_names_recipes_and_how_to_go_on_with_each_run(world: Path, stages: Fa
     assert not any("other.yaml" in command for command in told)
 
 
+@pytest.mark.parametrize("damage", ["cut", "manifest gone", "model gone"])
+def test_no_chat_is_suggested_with_a_run_that_is_damaged(
+    world: Path, stages: FakeStages, rlhf: Call, damage: str
+) -> None:
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 0
+    assert "rlhf chat run " in rlhf()[1]
+    (folder,) = Path("run").glob("ppo-*")
+    if damage == "cut":
+        (folder / "manifest.json").write_text('{"files": ')
+    elif damage == "manifest gone":
+        (folder / "manifest.json").unlink()
+    else:
+        next(path for path in (folder / "model").rglob("*") if path.is_file()).unlink()
+    code, out, _ = rlhf()
+    assert code == 0
+    assert "rlhf chat" not in out
+    assert "rlhf verify run  " in out
+
+
 def test_the_command_that_it_names_goes_on(world: Path, stages: FakeStages, rlhf: Call) -> None:
     def broken(folder: Path) -> None:
         raise OSError("disk full")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from stages_world import byte_tokenizer, tiny_policy
 
+from rlhf.data.errors import DataError
 from rlhf.data.rows import read_demonstrations
 from rlhf.data.sources import Source
 from rlhf.data.tokens import encode_example
@@ -208,6 +209,13 @@ def test_a_score_is_the_models_at_the_last_token_and_without_an_end_where_there_
             expected = judge.scalar(row, torch.ones_like(row, dtype=torch.bool))[0, -1].item()
         assert judge.score(prompt, Answer("Me.", ended)) == pytest.approx(expected, abs=1e-5)
     assert judge.score(prompt, Answer("long " * 30, True)) is None
+
+
+@pytest.mark.parametrize("piped", ["", "\n  \n"])
+def test_no_question_is_said_before_a_model_is_loaded(piped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(piped))
+    with pytest.raises(DataError, match=r"^nothing was asked: .*; echo .* \| rlhf chat MODEL asks a question$"):
+        chat.main(["nowhere"])
 
 
 def test_the_same_seed_gives_the_same_answers_to_lines_that_are_piped_in(

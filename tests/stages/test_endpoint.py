@@ -58,7 +58,8 @@ def test_a_judge_of_ones_own_may_ask_a_model(
     server.say = lambda text: saying("8" if "thanks" in text else "3")(text)
     assert judge_answers("my_judges:helpfulness", ["p", "p"], ["thanks", "no"]) == [8.0, 3.0]
     server.say = saying("I cannot say")
-    with pytest.raises(ValueError, match=r"judge my_judges:helpfulness: .*a-model gave row 1 no number but 'I cannot"):
+    told = rf"^judge my_judges:helpfulness: {server.url}: a-model gave row 1 no number but 'I cannot"
+    with pytest.raises(ValueError, match=told):
         judge_answers("my_judges:helpfulness", ["p"], ["no"])
 
 
@@ -81,6 +82,15 @@ def test_errors_say_where_and_what(server: ChatServer) -> None:
     with pytest.raises(EndpointError, match=r"/v1/chat/completions: HTTP 400: .*no such model") as found:
         ChatModel(server.url, "a-model").answers(asked, 1, 0.0)
     assert found.value.status == 400
+
+
+def test_a_server_that_is_down_is_named_with_what_happened_and_the_cure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(EndpointError) as found:
+        ChatModel(url, "a-model").reply([], 1, 0.0)
+    cure = "start the server, or name the address of one that runs"
+    assert str(found.value) == f"{url}/v1/chat/completions: cannot be reached (Connection refused); {cure}"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,12 +22,13 @@ from rlhf.data.sources import Source
 from rlhf.data.split import split_by_prompt
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.disk import file_digest
+from rlhf.stages.endpoint import EndpointError
 from rlhf.stages.evaluation import bench, judges, statistics, tasks
 from rlhf.stages.evaluation.answers import Answer, answers
-from rlhf.stages.evaluation.config import EvaluationSettings, cheap
+from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings, cheap
 from rlhf.stages.evaluation.evaluate import evaluate, finite
 from rlhf.stages.evaluation.records import read_answers, read_figures
-from rlhf.stages.evaluation.subjects import find_subjects, is_current
+from rlhf.stages.evaluation.subjects import find_subjects, here, is_current
 
 JUDGE = f"{WORLD}:judge"
 FULL = EvaluationSettings(num_prompts=5, num_samples=2, best_of=4, judge=JUDGE)
@@ -116,7 +118,7 @@ def test_a_disk_that_is_full_is_said_and_leaves_what_was_there(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("rlhf.stages.evaluation.evaluate.replace_text", full)
-    with pytest.raises(RuntimeError, match=r"evaluation\.json cannot be written there: No space left on device"):
+    with pytest.raises(EvaluationFailed, match=r"evaluation\.json cannot be written there: No space left on device"):
         evaluate(tmp_path, done, asked)
     assert (tmp_path / "evaluation.json").read_bytes() == before
 
@@ -265,6 +267,58 @@ def test_a_run_folder_that_was_moved_is_evaluated_where_it_is(tmp_path: Path, to
     assert told["reward_model"] == str(new / "reward" / "model")
 
 
+def copied_run(tmp_path: Path, tokenizer: Any) -> Path:
+    """A copy of a run that is still at its old place; the summary of both names its stages."""
+    given, run_dir = model_folders(tmp_path, tokenizer), tmp_path / "run"
+    for name in ("policy", "reward"):
+        shutil.move(tmp_path / name, run_dir / f"{name}-1" / "model")
+    chosen = given | {name: str(run_dir / f"{of}-1" / "model") for name, of in MODELS_OF_PPO.items()}
+    run_ppo(run_dir / "ppo-1", chosen, num_iterations=1)
+    stages = {stage: {"folder": folder} for stage, folder in OWN_FOLDERS.items()}
+    (run_dir / "summary.json").write_text(json.dumps({"stages": stages}))
+    shutil.copytree(run_dir, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+MODELS_OF_PPO = {"model": "policy", "reward_model": "reward"}
+OWN_FOLDERS = {"sft": "policy-1", "reward": "reward-1", "feedback": None, "ppo": "ppo-1"}
+
+
+def test_a_copy_of_a_run_is_evaluated_with_its_own_models_and_never_with_those_of_the_old_place(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    copy = copied_run(tmp_path, tokenizer)
+    done = {"ppo": copy / "ppo-1"}
+    told = evaluate(copy, done, cheap(None))
+    assert told["models"]["sft"]["model"] == str(copy / "policy-1" / "model")
+    assert told["reward_model"] == str(copy / "reward-1" / "model")
+    before = (copy / "evaluation.json").read_bytes()
+    for name in ("reward-1", "policy-1"):
+        shutil.move(copy / name, tmp_path / "aside")
+        with pytest.raises(SettingsError, match=re.escape(f"{copy}: the folder {name} of this run is missing")):
+            evaluate(copy, done, cheap(None))
+        shutil.move(tmp_path / "aside", copy / name)
+    assert (copy / "evaluation.json").read_bytes() == before
+
+
+def test_a_model_of_another_run_stays_where_it_is(tmp_path: Path) -> None:
+    """The summary does not name its folder, so it is no stage of this run."""
+    run_dir, other = tmp_path / "run", tmp_path / "other" / "reward-2" / "model"
+    for folder in (run_dir / "reward-1" / "model", other):
+        folder.mkdir(parents=True)
+    (run_dir / "summary.json").write_text(json.dumps({"stages": {"reward": {"folder": "reward-1"}}}))
+    assert here(str(other), run_dir) == str(other)
+    assert here("org/name", run_dir) == "org/name"
+    assert here("/gone/reward-1/model", run_dir) == str(run_dir / "reward-1" / "model")
+
+
+def test_earlier_rounds_are_stages_of_the_run_too(tmp_path: Path) -> None:
+    rounds = [{"ppo": {"folder": "ppo-1"}}, {"ppo": {"folder": "ppo-2"}}]
+    (tmp_path / "summary.json").write_text(json.dumps({"stages": rounds[1], "rounds": rounds}))
+    with pytest.raises(SettingsError, match="the folder ppo-1 of this run is missing"):
+        here("/old/ppo-1/model", tmp_path)
+
+
 def test_sft_is_what_the_first_round_started_from(chain: dict[str, Path], tmp_path: Path) -> None:
     """A later round may start from the policy of the round before; base is what SFT started from."""
     later = tmp_path / "ppo-later"
@@ -292,6 +346,11 @@ class Server:
 
     def __init__(self) -> None:
         self.failed: Exception | None = None
+        self.down = False
+
+    def probe(self) -> None:
+        if self.down:
+            raise EndpointError("http://127.0.0.1:1: cannot be reached")
 
     def points(self, asked: list[Task]) -> list[list[float] | Exception]:
         assert len({task.prompt_id for task in asked}) == len(asked) <= self.at_once
@@ -308,8 +367,12 @@ def test_a_model_behind_a_server_compares_and_gives_no_qualities(
         {"num_prompts": 3, "num_samples": 1, "best_of": 2, "judge_from": {"url": "http://127.0.0.1:1", "model": "m"}},
         "eval",
     )
-    told = evaluate(tmp_path, chain, asked)
+    said: list[str] = []
+    told = evaluate(tmp_path, chain, asked, said.append)
     assert told["judge"] == "long-1"
+    assert said.index("asking the judge long-1") < said.index("sft: 0 of 3 answers")
+    pairs = [f"long-1 compares ppo and sft: {number} of 3 pairs of answers" for number in (0, 2)]
+    assert [text for text in said if "compares ppo and sft" in text] == pairs  # two at once
     assert told["models"]["ppo"]["quality"] is None
     assert [row["quality"] for row in told["best_of_n"]] == [None, None]
     rows = read_answers(tmp_path, told["answers_digest"])
@@ -318,9 +381,34 @@ def test_a_model_behind_a_server_compares_and_gives_no_qualities(
         assert (pair["by"], pair["wins"]) == ("judge", sum(a > b for a, b in texts))
     before = (tmp_path / "evaluation.json").read_bytes()
     server.failed = OSError("out of order")
-    with pytest.raises(RuntimeError, match="the judge failed: out of order; what it said before is kept"):
+    with pytest.raises(EvaluationFailed, match=r"^the judge failed: out of order; what it said before is kept$"):
         evaluate(tmp_path, chain, asked)
+    server.down = True
+    said.clear()
+    with pytest.raises(SettingsError, match=r"before anything else, and failed: http://127.0.0.1:1: cannot be"):
+        evaluate(tmp_path, chain, asked, said.append)
+    assert said == ["reading held-out data", "asking the judge long-1"]  # no model was loaded
     assert (tmp_path / "evaluation.json").read_bytes() == before
+
+
+def only_of_questions(prompts: list[str], responses: list[str]) -> list[float]:
+    """A judge that breaks at the first answer which is not the prompt's own text."""
+    return [{prompt: 1.0}[response] for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def never(prompts: list[str], responses: list[str]) -> list[float]:
+    raise EndpointError("http://127.0.0.1:1: cannot be reached; start the server")
+
+
+def test_a_function_is_asked_once_before_a_model_is_loaded(chain: dict[str, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    cure = "judge test_evaluation:never: http://127.0.0.1:1: cannot be reached; start the server$"
+    with pytest.raises(SettingsError, match=cure):
+        evaluate(tmp_path, chain, cheap(f"{__name__}:never"), said.append)
+    assert said == ["reading held-out data", f"asking the judge {__name__}:never"]
+    with pytest.raises(EvaluationFailed, match=r"^judge test_evaluation:only_of_questions: KeyError: "):
+        evaluate(tmp_path, chain, cheap(f"{__name__}:only_of_questions"), said.append)
+    assert said[-1].startswith(f"{__name__}:only_of_questions judges ")
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,17 @@ def test_length_controlled_intervals_cover_the_true_rate() -> None:
 
 
 def test_lengths_that_cannot_tell() -> None:
-    outcomes = [1.0, 0.0, 1.0, 1.0]
-    assert length_controlled(outcomes, [0, 0, 0, 0]) == win_rate(outcomes)
-    assert length_controlled(outcomes, [3, 3, 3, 3]) is None
-    assert length_controlled([1.0] * 4, [1, 2, 3, -4]) == win_rate([1.0] * 4)
+    outcomes = [1.0, 0.0, 1.0, 1.0, 0.5] * 2
+    assert length_controlled(outcomes, [0] * 10) == win_rate(outcomes)
+    assert length_controlled(outcomes, [3] * 10) is None
+    assert length_controlled([1.0] * 10, range(10)) == win_rate([1.0] * 10)
+
+
+def test_fewer_than_ten_prompts_tell_nothing_of_lengths() -> None:
+    """However many answers there are to each."""
+    outcomes, longer = [[1.0, 0.0, 1.0, 0.5]] * 10, [[2, -1, 3, 1]] * 10
+    assert length_controlled(outcomes, longer) is not None
+    assert length_controlled(outcomes[1:], longer[1:]) is None
 
 
 def test_the_regression_is_at_its_optimum() -> None:

@@ -124,7 +124,7 @@ def test_no_prompt_is_in_training_and_held_out_rows(tmp_path: Path) -> None:
 def test_what_can_be_told_apart_is_learned_whole(tmp_path: Path) -> None:
     data = rankings_file(tmp_path / "rows.jsonl", marked(100))
     model = policy_folder(tmp_path)
-    found = run_reward(tmp_path / "reward", model, data, num_epochs=12, pooling="mean", learning_rate=0.02)
+    found = run_reward(tmp_path / "reward", model, data, num_epochs=20, pooling="mean", learning_rate=0.02)
     assert found["accuracy"] == 1
     assert found["num_eval_prompts"] >= 10
 

@@ -1,0 +1,83 @@
+"""evaluation.json as tables for people: the figures of each model, win rates, best-of-n, tasks of lm-eval."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf.pipeline.report.evaluation import task_rows
+from rlhf.pipeline.report.figures import number, share
+from rlhf.pipeline.tables import show_table
+from rlhf.stages.evaluation.records import Figures
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print what evaluation.json says; what it leaves out is not known."""
+    found = Figures.model_validate(found).model_dump()
+    models = found["models"]
+    columns: dict[str, dict[str, str]] = {
+        "model": {name: f"{name} ({model['model']})" for name, model in models.items()},
+        "text ppl": _column(models, "text_perplexity"),
+        "response ppl": _column(models, "response_perplexity"),
+        "score": {name: _mean(model["score"]) for name, model in models.items()},
+        "quality": {name: _mean(model["quality"]) for name, model in models.items()},
+        "KL from sft": {name: _with(model["kl"], model["kl_interval"]) for name, model in models.items()},
+        "tokens": _column(models, "length"),
+        "ended": _column(models, "eos_share"),
+        "distinct-2": _column(models, "distinct_2"),
+        "repeated": _column(models, "repetition"),
+        "refused": _column(models, "refusal_share"),
+    }
+    kept = {title: cells for title, cells in columns.items() if set(cells.values()) != {number(None)}}
+    show_table(list(kept), [[cells[name] for cells in kept.values()] for name in models])
+    if told := _held_out(found):
+        print(f"held out: {told}")
+    if found["pairs"]:
+        print()
+        show_table(
+            ("better", "by", "wins", "ties", "losses", "win rate", "at equal length"),
+            [
+                [
+                    f"{pair['one']} than {pair['other']}", pair["by"],
+                    *(str(pair[name]) for name in ("wins", "ties", "losses")),
+                    _with(pair["win_rate"], pair["interval"], share),
+                    _with(pair["length_controlled"], pair["length_controlled_interval"], share),
+                ]
+                for pair in found["pairs"]
+            ],
+        )  # fmt: skip
+    if found["best_of_n"]:
+        print()
+        show_table(
+            ("best of", "KL", "score", "quality"),
+            [
+                [str(row["n"]), number(row["kl"]), _with(row["score"], row["score_interval"]), number(row["quality"])]
+                for row in found["best_of_n"]
+            ],
+        )
+    if found["tasks"]:
+        print()
+        rows = task_rows(found["tasks"], found["tasks"])
+        show_table(("task", "metric", *found["tasks"]), [[row["task"], row["metric"], *row["cells"]] for row in rows])
+
+
+def _held_out(found: Mapping[str, Any]) -> str:
+    """What the figures rest on, in words. It is the same for every model."""
+    model, settings = next(iter(found["models"].values())), found["settings"]
+    sizes = ((model["num_text_tokens"], "text"), (model["num_response_tokens"], "responses"))
+    told = [f"{number(num)} tokens of {what}" for num, what in sizes if num]
+    if settings["num_prompts"]:
+        told.append(f"{number(settings['num_prompts'])} prompts (answers to each: {settings['num_samples']})")
+    return ", ".join(told)
+
+
+def _column(models: Mapping[str, Any], name: str) -> dict[str, str]:
+    return {model: number(figures[name]) for model, figures in models.items()}
+
+
+def _mean(spread: Mapping[str, Any] | None) -> str:
+    return number(None) if spread is None else f"{number(spread['mean'])} ± {number(spread['std'])}"
+
+
+def _with(value: float | None, interval: Sequence[float] | None, text: Callable[[float], str] = number) -> str:
+    if value is None or not interval:
+        return number(None) if value is None else text(value)
+    return f"{text(value)} ({text(interval[0])} to {text(interval[1])})"
