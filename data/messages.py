@@ -22,6 +22,19 @@ ROLE_OF = {role: role for role in ROLES} | {
     "tool_response": "tool",
     "developer": "system",
 }
+_TALK = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'
+_TEXTS, _NUMBERS = r'["a \"quoted\" text", "b"]', "[1, 2]"
+# Columns of ours and of formats that hold nothing but lists, each with what its cell of a table may hold.
+LISTS = {
+    "messages": _TALK,
+    "conversations": _TALK,
+    "conversation": _TALK,
+    "responses": _TEXTS,
+    "completions": _TEXTS,
+    "ranks": _NUMBERS,
+    "strengths": _NUMBERS,
+    "instances": '[{"input": "", "output": "Hello"}]',
+}
 ANSWER_MARKER = "\n\nAssistant:"  # begins an answer in transcripts such as Anthropic's HH
 
 
@@ -80,8 +93,9 @@ def awaiting_answer(messages: Messages) -> Messages:
 
 def as_messages(value: Any, name: str) -> Messages:
     """Messages, as role and content or as ShareGPT's from and value, with known roles and some text in each."""
+    value = as_list(value, name)
     if not isinstance(value, list):
-        raise Unusable(f"{name} is {describe(value)}, not a list of messages")
+        raise no_list(value, name, "a list of messages")
     if not value:
         raise Unusable("empty prompt")
     messages = []
@@ -99,10 +113,18 @@ def as_list(value: Any, name: str) -> Any:
     try:
         return DECODER.decode(value)
     except json.JSONDecodeError as error:
-        cure = r"""; in a table's cell a list is JSON: ["a \"quoted\" text", "b"] or [1, 2]"""
-        raise Unusable(f"{name} is broken JSON", f"{json_detail(error)}{cure}") from None
+        raise Unusable(f"{name} is broken JSON", f"{json_detail(error)}{_list_cure(name)}") from None
     except RecursionError:
         raise Unusable(f"{name} is JSON nested too deeply") from None
+
+
+def no_list(value: Any, name: str, wanted: str = "a list") -> Unusable:
+    """What to raise for a column that holds no list."""
+    return Unusable(f"{name} is {describe(value)}, not {wanted}", _list_cure(name) if isinstance(value, str) else "")
+
+
+def _list_cure(name: str) -> str:
+    return f"; in a table's cell it is JSON, such as {LISTS[name]}" if name in LISTS else ""
 
 
 def as_question(parts: dict[str, Any], system: Any = None, history: Any = None) -> Messages:
@@ -150,8 +172,9 @@ def with_tools(prompt: Messages, tools: Any) -> Messages:
 
 def as_conversation(value: Any, name: str) -> tuple[Messages, str]:
     """Messages split at their last turn, which must be the assistant's: (prompt, response)."""
+    value = as_list(value, name)
     if not _holds_messages(value):
-        raise Unusable(f"{name} is {describe(value)}, not a list of messages")
+        raise no_list(value, name, "a list of messages")
     response = _last_turn(value, name)
     return awaiting_answer(as_messages(value[:-1], name)), response
 

@@ -16,10 +16,11 @@ from rlhf.data.messages import (
     as_text,
     as_transcript,
     awaiting_answer,
+    no_list,
     prompt_key,
 )
-from rlhf.data.report import BLANK
-from rlhf.data.sources import Row, Source, describe
+from rlhf.data.report import BLANK, PLAIN
+from rlhf.data.sources import Row, Source
 
 # Kinds whose rows have columns of their own names.
 NEEDS = {
@@ -47,8 +48,6 @@ COLUMNS = (
     "score",
     "source",
 )
-# Columns of ours and of formats that hold nothing but lists; in the cells of a table they are JSON.
-LISTS = ("messages", "responses", "completions", "ranks", "strengths", "conversations", "conversation", "instances")
 # Columns under which rows of each kind are read without further ado; a format must need more to come before them.
 OWN: dict[str, tuple[tuple[str, ...], ...]] = {
     "text": (),
@@ -61,8 +60,6 @@ OWN: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "prompts": (("messages",), ("prompt",)),
 }
-
-_JSON_LIST = "; in a table's cell it is JSON, such as [1, 2]"
 
 # One row: each returns (the shape it has, what it means) or raises Unusable.
 
@@ -162,9 +159,7 @@ def _answered(value: Any, name: str) -> tuple[Messages, str]:
 
 
 def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[str], list[float]]:
-    for value, column in ((values, name), (ranks, "ranks")):
-        if not isinstance(as_list(value, column), list):
-            raise Unusable(f"{column} is {describe(value)}, not a list", _JSON_LIST * isinstance(value, str))
+    values, ranks = _list(values, name), _list(ranks, "ranks")
     if len(values) != len(ranks):
         raise Unusable(f"{name} and ranks differ in length", f": {len(values)} and {len(ranks)}")
     return [as_response(value, name, prompt) for value in values], ranks
@@ -173,16 +168,22 @@ def _ranked(values: Any, ranks: Any, name: str, prompt: Messages) -> tuple[list[
 def _strengths(values: Any, num: int) -> list[Any] | None:
     if values is None or (isinstance(values, str) and not values.strip()):
         return None
-    if not isinstance(as_list(values, "strengths"), list):
-        raise Unusable(f"strengths is {describe(values)}, not a list", _JSON_LIST * isinstance(values, str))
+    values = _list(values, "strengths")
     if len(values) != num:
         raise Unusable("strengths and responses differ in length", f": {len(values)} and {num}")
     return None if any(value is None or value != value for value in values) else values  # NaN: what pandas writes
 
 
+def _list(value: Any, name: str) -> list[Any]:
+    value = as_list(value, name)
+    if not isinstance(value, list):
+        raise no_list(value, name)
+    return value
+
+
 def _columns(row: Row) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise Unusable("plain text where a row with columns is needed")
+        raise Unusable(PLAIN)
     return row
 
 

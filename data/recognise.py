@@ -9,7 +9,7 @@ from rlhf.data.errors import DataError
 from rlhf.data.examples import Prompt, Ranking
 from rlhf.data.formats import AmbiguousError
 from rlhf.data.messages import prompt_key, prompt_text
-from rlhf.data.report import JUDGED, Report
+from rlhf.data.report import DOCUMENT, PLAIN, Report
 from rlhf.data.rows import numbered
 from rlhf.data.sources import Source, read_rows
 
@@ -83,14 +83,17 @@ def recognise(path: str, names: Mapping[str, str] | None = None) -> Recognised:
             if not _lacks_columns(report):
                 almost[kind] = reasons[kind]
             continue
-        warnings = [_with_reason(warning, reasons) for warning in report.warnings]
+        warnings = report.warnings
+        if report.judged and "preferences" in reasons:
+            why = f"{report.judged}, but here {reasons['preferences']}"
+            warnings = [why if warning == report.judged else warning for warning in warnings]
         counts: dict[str, Any] = {
             "format": report.format, "rows": report.rows, "bad": report.bad, "map": source.map,
             "first_bad": _first_bad(report) if report.bad else "", "examples": len(examples), "warnings": warnings,
+            "almost": almost,
         }  # fmt: skip
         if kind == "text":
             return Recognised(kind, reasons, **counts, length=sum(map(len, examples)))
-        counts["almost"] = almost
         prompts = [example.messages if isinstance(example, Prompt) else example.prompt for example in examples]
         before = [len(prompt_text(prompt)) for prompt in prompts]
         whole = [length + _longest(example) for length, example in zip(before, examples, strict=True)]
@@ -116,13 +119,12 @@ def _first_bad(report: Report) -> str:
 
 def _lacks_columns(report: Report) -> bool:
     """Whether most rows are of another kind, and not bad ones of this."""
-    return sum(drop.count for drop in report.dropped.values() if COLUMNS_FOUND in drop.detail) >= MOSTLY * report.rows
-
-
-def _with_reason(warning: str, reasons: Mapping[str, str]) -> str:
-    """A warning that demonstrations could be a ranking, with why they are none."""
-    tried = warning.startswith(JUDGED) and "preferences" in reasons
-    return f"{warning}, but here {reasons['preferences']}" if tried else warning
+    lacking = (
+        drop.count
+        for reason, drop in report.dropped.items()
+        if reason in (PLAIN, DOCUMENT) or COLUMNS_FOUND in drop.detail
+    )
+    return sum(lacking) >= MOSTLY * report.rows
 
 
 def _longest(example: Any) -> int:

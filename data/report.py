@@ -10,8 +10,8 @@ FIRST_FEW = 5  # row numbers kept for each reason
 # Left out without counting as bad data: such a row has nothing to learn from, or nothing that is not read elsewhere.
 BLANK, DUPLICATE, TIED = "blank text", "duplicate prompt", "all answers tied"
 HARMLESS = BLANK, DUPLICATE, TIED, UNJUDGED, DELETED
-JUDGED = "each row has one answer and how good it is"
-"""What a warning about demonstrations begins with."""
+# Of rows of another kind, which are no bad ones of the kind that is wanted.
+PLAIN, DOCUMENT = "plain text where a row with columns is needed", "a text file is one document"
 
 
 @dataclass
@@ -38,6 +38,8 @@ class Report:
     parts: dict[str, Dropped] = field(default_factory=dict)
     """What was left out of rows that were kept, such as one of many rankings in a tree of answers."""
     warnings: list[str] = field(default_factory=list)
+    judged: str = ""
+    """The one of the warnings that says that demonstrations may be answers of rankings, bad ones too."""
     files: list[Path] = field(default_factory=list)
     """Files read so far, in order; while rows are read the last one is theirs. A hub id or a function has none."""
 

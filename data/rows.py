@@ -15,9 +15,9 @@ from rlhf.data.examples import Demonstration, Prompt, Ranking, told_of_tools
 from rlhf.data.files import DOCUMENTS, suffixes
 from rlhf.data.formats.ranked_answers import FORMATS as ONE_A_ROW
 from rlhf.data.formats.unpaired import refuse_judged_bad
-from rlhf.data.messages import Messages, Unusable, as_list, prompt_key, prompt_text
-from rlhf.data.own import COLUMNS, LISTS, NEEDS, OWN, PARSERS, cure
-from rlhf.data.report import DUPLICATE, JUDGED, TIED, Dropped, Report
+from rlhf.data.messages import LISTS, Messages, Unusable, as_list, prompt_key, prompt_text
+from rlhf.data.own import COLUMNS, NEEDS, OWN, PARSERS, cure
+from rlhf.data.report import DOCUMENT, DUPLICATE, TIED, Dropped, Report
 from rlhf.data.sources import Row, Source, Unreadable, locate, read_rows
 
 __all__ = [
@@ -162,7 +162,8 @@ def numbered(
     _check_map(source, columns)
     report.format = "; ".join(shapes)
     if judged is not None and report.kept:
-        report.warnings.append(f"{JUDGED} ({judged.name}): {_BAD_ONES_TOO}")
+        report.judged = f"each row has one answer and how good it is ({judged.name}): {_BAD_ONES_TOO}"
+        report.warnings.append(report.judged)
     if len(shapes) > 1:
         report.warnings.append(f"rows of {len(shapes)} shapes in one source: {report.format}")
 
@@ -323,7 +324,7 @@ def _of_document(unusable: Unusable, report: Report) -> Unusable:
     if not report.files or suffixes(report.files[-1])[0] not in DOCUMENTS:
         return unusable
     rows = f"; {report.kind} are rows of a CSV or JSON Lines file with {NEEDS[report.kind]}"
-    return Unusable("a text file is one document", rows)
+    return Unusable(DOCUMENT, rows)
 
 
 def _enough(loaded: Loaded[T], source: Source, max_dropped: float) -> Loaded[T]:

@@ -1,5 +1,6 @@
 """`rlhf eval`: the models of a run compared, or the attention of one."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,6 +103,7 @@ def evaluate(
 
     from rlhf.pipeline import evaluation
     from rlhf.pipeline.evaluation_tables import show
+    from rlhf.pipeline.progress import telling
     from rlhf.pipeline.runner import render_report
     from rlhf.pipeline.summary import read_summary, run_status
     from rlhf.stages.evaluation.config import EvaluationSettings
@@ -119,9 +121,9 @@ def evaluate(
     base = cheap_form(None).model_dump() if cheap else {}
     asked = EvaluationSettings.load(base | {name: value for name, value in given.items() if value is not None}, "eval")
     entries = read_summary(run_dir)
-    evaluation.refuse_gone(run_dir, entries)
+    evaluation.refuse_missing_stages(run_dir, entries)
     stream = sys.stderr if as_json else sys.stdout
-    with evaluation.telling("loading", lambda text: print(text, file=stream, flush=True)) as tell:
+    with telling("loading", lambda text: print(text, file=stream, flush=True)) as tell:
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, entries), asked, tell)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
@@ -139,5 +141,5 @@ def _newest_policy(run_dir: Path, stage: str | None) -> "Artifact":
     for name in POLICIES if stage is None else (stage,):
         if (artifact := newest_sealed(name, run_dir)) is not None:
             return artifact
-    named = stage or "pretrain, sft or ppo"
-    raise SettingsError(f"{run_dir}: no finished {named} stage here; `rlhf status {run_dir}` shows how far it is")
+    named, status = stage or "pretrain, sft or ppo", shlex.join(["rlhf", "status", str(run_dir)])
+    raise SettingsError(f"{run_dir}: no finished {named} stage here; `{status}` shows how far it is")

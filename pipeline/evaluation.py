@@ -2,29 +2,25 @@
 
 import importlib
 import json
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
-from threading import Event, Thread
-from time import monotonic
 from typing import Any
 
 from rlhf.data.errors import Stopped, first_line
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.launch import stays_in_process, to_its_end
 from rlhf.pipeline.preflight import Say
-from rlhf.pipeline.progress import PATIENCE, waiting
+from rlhf.pipeline.progress import telling
 from rlhf.pipeline.recipe import Recipe, load_recipe
-from rlhf.pipeline.summary import Entry, duration
+from rlhf.pipeline.summary import Entry
 from rlhf.stages.artifact import STAGES, Artifact
-from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings, cheap
-from rlhf.stages.evaluation.subjects import gone, is_current
+from rlhf.stages.evaluation.config import EvaluationSettings, cheap
+from rlhf.stages.evaluation.records import EvaluationFailed
+from rlhf.stages.evaluation.subjects import is_current, missing_stage
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code
-
-SECONDS_BETWEEN_LINES = 5.0
-"""Where there is no terminal, as of the stages."""
 
 
 def finished(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Path]:
@@ -32,12 +28,12 @@ def finished(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Path]:
     return {stage: folder for stage, folder in _folders(run_dir, entries).items() if Artifact(folder).sealed}
 
 
-def refuse_gone(run_dir: Path, entries: Mapping[str, Entry]) -> None:
-    """Raise SettingsError where a finished stage's folder is not in the run any more: a copy that was made without it
-    would be measured without it, and nobody told."""
+def refuse_missing_stages(run_dir: Path, entries: Mapping[str, Entry]) -> None:
+    """Raise SettingsError where a finished stage's folder is not, or not whole, in the run any more: a copy that was
+    made without it would be measured without it, and nobody told."""
     for stage, folder in _folders(run_dir, entries).items():
         if stage in STAGES and not Artifact(folder).sealed:
-            raise gone(run_dir, folder.name)
+            raise missing_stage(run_dir, folder.name)
 
 
 def _folders(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Path]:
@@ -54,38 +50,6 @@ def evaluate(run_dir: Path, done: Mapping[str, Path], asked: EvaluationSettings,
     except EvaluationFailed as error:
         raise RunFailed(str(error)) from error
     return found
-
-
-@contextmanager
-def telling(what: str, say: Say) -> Iterator[Say]:
-    """Show that `what` is going on, as `waiting` does; where there is no terminal, in lines now and then.
-
-    Yields a function that says how far it is in the place of `what`.
-    """
-    if sys.stderr.isatty():
-        with waiting(what) as tell:
-            yield tell
-        return
-    text, began, over = what, monotonic(), Event()
-
-    def tell_now(now: str) -> None:
-        nonlocal text
-        text = now
-
-    def lines() -> None:
-        pause = PATIENCE
-        with suppress(BrokenPipeError):  # nobody reads on
-            while not over.wait(pause):
-                say(f"{text} ({duration(monotonic() - began)})")
-                pause = SECONDS_BETWEEN_LINES
-
-    thread = Thread(target=lines, daemon=True)
-    thread.start()
-    try:
-        yield tell_now
-    finally:
-        over.set()
-        thread.join()
 
 
 def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, stage: str, lock: int, say: Say) -> bool:
@@ -105,7 +69,8 @@ def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, st
             else:
                 _in_a_process(run_dir, done, asked, lock)
     except Exception as error:
-        say(mask(f"warning: no evaluation: {first_line(error)}; `rlhf eval {run_dir} --cheap` tries again"))
+        again = shlex.join(["rlhf", "eval", str(run_dir), "--cheap"])
+        say(mask(f"warning: no evaluation: {first_line(error)}; `{again}` tries again"))
         return False
     return True
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf.pipeline.report.evaluation import task_rows
-from rlhf.pipeline.report.figures import number, share
 from rlhf.pipeline.tables import show_table
 from rlhf.stages.evaluation.records import Figures
+from rlhf.stages.metric_names import metric, number, share
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -60,17 +60,18 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def _held_out(found: Mapping[str, Any]) -> str:
-    """What the figures rest on, in words. It is the same for every model."""
-    model, settings = next(iter(found["models"].values())), found["settings"]
-    sizes = ((model["num_text_tokens"], "text"), (model["num_response_tokens"], "responses"))
-    told = [f"{number(num)} tokens of {what}" for num, what in sizes if num]
+    """What the figures rest on, in words; where it is not the same for every model, from the least to the most."""
+    told, settings = [], found["settings"]
+    for key, what in (("num_text_tokens", "text"), ("num_response_tokens", "responses")):
+        if nums := sorted({model[key] for model in found["models"].values()} - {0}):
+            told.append(f"{' to '.join(map(number, nums[:1] + nums[1:][-1:]))} tokens of {what}")
     if settings["num_prompts"]:
         told.append(f"{number(settings['num_prompts'])} prompts (answers to each: {settings['num_samples']})")
     return ", ".join(told)
 
 
 def _column(models: Mapping[str, Any], name: str) -> dict[str, str]:
-    return {model: number(figures[name]) for model, figures in models.items()}
+    return {model: metric(figures[name], name) for model, figures in models.items()}
 
 
 def _mean(spread: Mapping[str, Any] | None) -> str:

@@ -102,12 +102,13 @@ def init(
         none = f"there are no data files here ({known}); name some, or folders or hub ids: rlhf init {name} FILES …"
         found = f"no stage can run from {', '.join(paths) or 'what lies here'}" if read else none
         raise SettingsError(f"{name}: {found}{lines}")
+    stages = [stage for stage in STAGES if stage in chosen.data]
+    written = Written(recipe, stages, list(_uses(files, chosen, missing)), left, list(_warnings(chosen)))
     _write(recipe, recipe_text(chosen, left, SCHEMA))
     schema = recipe.with_name(SCHEMA)
     if not os.path.lexists(schema) or schema.is_file():
         replace_text(schema, as_text())
-    stages = [stage for stage in STAGES if stage in chosen.data]
-    return Written(recipe, stages, list(_uses(files, chosen, missing)), left, list(_warnings(chosen)))
+    return written
 
 
 def sort_files(paths: Sequence[str], tell: Callable[[str], None], maps: Mapping[str, dict[str, str]]) -> Files:
@@ -150,9 +151,11 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
     """Which stages can run, from which files; and why others cannot, by stage."""
     usable = {kind: _one_source(kind, files) for kind in KIND_OF.values() if kind in files.train}
     missing: dict[str, str] = {}
+    too_little: dict[str, str] = {}  # by kind, the first file
     for kind, sources in list(usable.items()):
         if why := _too_little(kind, [one for _, one in sources]):
             files.left |= {path: why for path, _ in sources}
+            too_little[kind] = sources[0][0]
             del usable[kind]
     if model is not None and "text" in usable:
         missing["pretrain"] = (
@@ -181,6 +184,9 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
     held_out = {
         stage: files.held_out[kind] for stage, kind in KIND_OF.items() if stage in data and kind in files.held_out
     }
+    for kind in too_little.keys() & files.held_out.keys():
+        if files.held_out[kind] not in held_out.values():
+            files.left[files.held_out[kind][0]] = f"held out, and {too_little[kind]} is too little to train on"
     return Chosen(data, held_out, start, gpus), missing
 
 

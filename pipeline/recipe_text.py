@@ -97,7 +97,7 @@ def sections(chosen: Chosen) -> dict[str, tuple[dict[str, Any], dict[str, str]]]
             settings |= _ppo(small, scratch, prompts, reasons)
             settings |= {"max_prompt_length": prompt, "max_new_tokens": new}
         else:
-            rows = max(round(share * (one.examples)), 1)
+            rows = max(round(share * one.examples), 1)
             settings |= _supervised(stage, small, scratch, rows, chosen.gpus, reasons)
             if not one.whole:
                 reasons["num_epochs"] = f"At least {reasons['num_epochs']}"

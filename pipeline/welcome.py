@@ -81,8 +81,10 @@ def _run(folder: Path, here: Path) -> tuple[str, str] | None:
 
 
 def _is_damaged(folder: Path, entry: dict[str, Any]) -> bool:
-    """Whether a finished stage has lost its manifest or files of its model. Raises RefusedError for a manifest that
-    cannot be read."""
+    """Whether a finished stage has lost its folder, its manifest or files of its model. Raises RefusedError for a
+    manifest that cannot be read."""
+    if not entry["folder"]:
+        return True
     artifact = Artifact(folder / entry["folder"])
     return not artifact.sealed or bool(artifact.damage(hashes=False, below="model/"))
 

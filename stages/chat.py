@@ -223,7 +223,9 @@ def main(arguments: list[str]) -> None:
     if options.temperature <= 0 or options.max_new_tokens < 1:
         parser.error("--temperature must be above 0 and --max-new-tokens at least 1")
     typed = sys.stdin.isatty()
-    lines = _lines(typed) if typed else _piped(_lines(typed))
+    lines = _lines(typed)
+    if not typed:
+        lines = _piped(lines)
     be_quiet()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if typed:

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from rlhf.data.files import suffixes
 from rlhf.stages.artifact import Artifact
+from rlhf.stages.metric_names import NAMES, metric
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _DOES = {
@@ -18,51 +19,6 @@ _DOES = {
     "reward": "A reward model, trained on ranked answers",
     "ppo": "A language model, improved with PPO against a reward model",
 }
-
-NAMES = {
-    "val_loss": "held-out loss, nats per token",
-    "eval_loss": "held-out loss, nats per token",
-    "base_eval_loss": "held-out loss of the base model, nats per token",
-    "accuracy": "held-out ranking accuracy",
-    "prompt_accuracy": "held-out ranking accuracy, averaged prompt by prompt",
-    "longer_wins_accuracy": "accuracy of always preferring the longer answer",
-    "ece": "calibration error",
-    "temperature": "temperature that calibrates it best",
-    "ece_after_temperature": "calibration error at that temperature",
-    "chosen_mean": "score of the best answers, mean",
-    "chosen_std": "score of the best answers, standard deviation",
-    "rejected_mean": "score of the worst answers, mean",
-    "rejected_std": "score of the worst answers, standard deviation",
-    "score_mean": "what is taken from a score, so that scores have mean 0",
-    "score_std": "what a score is divided by then",
-    "score": "score",
-    "sft_score": "SFT's score",
-    "score_win_rate": "win rate over SFT by the reward model",
-    "true_quality": "true quality by the judge",
-    "sft_true_quality": "SFT's true quality by the judge",
-    "win_rate": "win rate over SFT by the judge",
-    "kl": "KL from SFT, nats per response",
-    "eos_share": "share of answers that come to an end",
-    "sft_eos_share": "SFT's share of answers that come to an end",
-    "length": "tokens per answer",
-    "sft_length": "SFT's tokens per answer",
-    "num_demonstrations": "demonstrations to train on",
-    "num_prompts": "prompts to train on",
-    "num_eval_prompts": "prompts held out",
-    "num_eval_pairs": "pairs held out",
-    "num_tokens": "tokens trained on",
-    "vocab_size": "tokens in the vocabulary",
-    "num_parameters": "parameters",
-    "num_non_embedding_parameters": "parameters without embeddings",
-    "best_step": "step or iteration of the model that was kept",
-    "num_skipped": "steps skipped, since their numbers were none",
-    "peak_gib": "peak memory, GiB",
-}
-"""Final metrics as people call them, with the words of the report."""
-SHARES = (
-    "accuracy", "prompt_accuracy", "longer_wins_accuracy", "win_rate", "score_win_rate", "eos_share", "sft_eos_share",
-)  # fmt: skip
-"""Those of them that are shares of what was held out; on some hundred prompts a third digit says nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +61,8 @@ def past(model: Path) -> list[Made]:
         settings: Any = OmegaConf.to_container(OmegaConf.load(artifact.folder / "settings.yaml"))
         found.append(Made(artifact.folder, artifact.manifest, settings))
         before = Path(settings.get("model") or "")
-        if not before.is_dir():  # the run was moved as a whole
-            before = artifact.folder.parent / before.parent.name / before.name
-        model = before
+        own = artifact.folder.parent / before.parent.name / before.name  # as a run is moved or copied as a whole
+        model = own if own.is_dir() else before
     return found
 
 
@@ -159,7 +114,7 @@ def card(name: str, reference: str, is_reward: bool, is_adapter: bool, notes: li
         versions = stages[0].manifest["made_with"]["versions"]
         lines += ["", f"With {', '.join(f'{library} {number}' for library, number in versions.items())}."]
         lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
-        lines += [f"| {_called(metric)} | {_number(metric, value)} |" for metric, value in stages[0].figures.items()]
+        lines += [f"| {_called(name)} | {metric(value, name)} |" for name, value in stages[0].figures.items()]
     lines += [
         "",
         "## License",
@@ -170,14 +125,8 @@ def card(name: str, reference: str, is_reward: bool, is_adapter: bool, notes: li
     return "\n".join(lines)
 
 
-def _called(metric: str) -> str:
-    return NAMES.get(metric, metric.replace("_", " "))
-
-
-def _number(metric: str, value: float) -> str:
-    if metric in SHARES:
-        return f"{value:.2f}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
+def _called(name: str) -> str:
+    return NAMES.get(name, name.replace("_", " "))
 
 
 def _told(path: str) -> str:

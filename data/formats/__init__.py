@@ -1,8 +1,9 @@
 """How other people's data sets say what they hold. Each module here is one format; a new file is found by itself.
 
 A format names the columns that its rows must have, and reads such a row. Where a row has the columns of several, the
-format that needs more of them is meant; where that does not decide, the row is refused until the source says
-`format: name`. The toolkit's own column names (`rlhf.data.rows`) come before formats that ask for no more than they.
+format that needs more of them is meant, and after that the one that reads a row by itself, not several together; where
+that does not decide, the row is refused until the source says `format: name`. The toolkit's own column names
+(`rlhf.data.rows`) come before formats that ask for no more than they.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf.data.columns import columns_found
 from rlhf.data.examples import Demonstration, Prompt, Ranking, by_score
@@ -64,7 +65,7 @@ def formats() -> tuple[Format, ...]:
 def find(kind: str, row: dict[str, Any], own: Iterable[tuple[str, ...]], name: str | None = None) -> Format | None:
     """The format of a row, or None where the toolkit's own column names (`own`, by shape) say as much.
 
-    Raises AmbiguousError where several formats fit and none needs more columns than the others.
+    Raises AmbiguousError where several formats fit and none of them comes first.
     """
     if name is not None:
         known = next((f for f in formats() if (f.kind, f.name) == (kind, name)), None)
@@ -78,6 +79,7 @@ def find(kind: str, row: dict[str, Any], own: Iterable[tuple[str, ...]], name: s
     shapes = [set(shape) for shape in own if all(column in row for column in shape)]
     if shapes:
         best = [f for f in best if any(set(f.columns) > shape for shape in shapes)]
+    best = [f for f in best if f.read is not None] or best
     if len(best) > 1:
         raise AmbiguousError(f.name for f in best)
     return best[0] if best else None
@@ -97,18 +99,26 @@ def by_key(rows: list[Numbered], key: Callable[[dict[str, Any]], Any]) -> Iterat
     yield from groups.values()
 
 
+class _Answer(Protocol):
+    """What one row says of one answer."""
+
+    @property
+    def prompt(self) -> Messages: ...
+
+
+A = TypeVar("A", bound=_Answer)
+
+
 class Rating(NamedTuple):
-    """One answer with its score, the higher the better, or with its rank."""
+    """One answer with its score, the higher the better."""
 
     prompt: Messages
     response: str
     score: float
     source: Any = ""
-    strength: float | None = None
-    """Of a rank how good the answer was said to be besides, higher is better."""
 
 
-def _by_mean(ratings: list[tuple[int, Rating]]) -> Ranking:
+def by_mean(ratings: list[tuple[int, Rating]]) -> Ranking:
     """By the scores, of an answer that was rated twice by their mean."""
     answers: dict[str, tuple[str, list[float]]] = {}
     for _, rating in ratings:
@@ -119,20 +129,18 @@ def _by_mean(ratings: list[tuple[int, Rating]]) -> Ranking:
     return by_score(first.prompt, responses, means, first.source)
 
 
-def rated(
-    rows: list[Numbered],
-    read: Callable[[dict[str, Any]], Rating],
-    rank: Callable[[list[tuple[int, Rating]]], Ranking] = _by_mean,
+def ranked_together(
+    rows: list[Numbered], read: Callable[[dict[str, Any]], A], rank: Callable[[list[tuple[int, A]]], Ranking]
 ) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
-    """Rankings of rows that each hold one rating: `rank` makes one of all that are of the same prompt."""
-    groups: dict[str, list[tuple[int, Rating]]] = {}
+    """Rankings of rows that each hold one answer: `rank` makes one of all that are of the same prompt."""
+    groups: dict[str, list[tuple[int, A]]] = {}
     for number, row in rows:
         try:
-            rating = read(row)
+            answer = read(row)
         except Unusable as unusable:
             yield (number,), unusable
         else:
-            groups.setdefault(prompt_key(rating.prompt), []).append((number, rating))
+            groups.setdefault(prompt_key(answer.prompt), []).append((number, answer))
     for group in groups.values():
         numbers = tuple(number for number, _ in group)
         try:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.data.examples import Demonstration, Prompt, Ranking, by_score, number
-from rlhf.data.formats import Format, Numbered, Rating, rated
+from rlhf.data.formats import Format, Numbered, Rating, by_mean, ranked_together
 from rlhf.data.messages import Messages, Unusable, as_prompt, as_response, as_text
 
 TURN = re.compile(r"(?:^|\n)<extra_id_1>(User|Assistant)\n")
 
 
 def _read_ratings(rows: list[Numbered]) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
-    return rated(rows, _rating)
+    return ranked_together(rows, _rating, by_mean)
 
 
 def _rating(row: dict[str, Any]) -> Rating:

@@ -7,11 +7,11 @@ from typing import Any
 
 from rlhf.data.examples import Demonstration
 from rlhf.data.formats import Format
-from rlhf.data.messages import Unusable, as_question, as_response
+from rlhf.data.messages import Unusable, as_list, as_question, as_response
 
 
 def _read(row: dict[str, Any]) -> list[Demonstration | Unusable]:
-    instances = row["instances"]
+    instances = as_list(row["instances"], "instances")
     if not isinstance(instances, list) or not all(isinstance(instance, dict) for instance in instances):
         raise Unusable("instances is not a list of objects with input and output")
     return [_instance(row["instruction"], instance) for instance in instances]

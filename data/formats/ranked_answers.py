@@ -7,13 +7,13 @@ strengths. As demonstrations such rows are all learned from, whatever stands bes
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from rlhf.data.examples import Ranking, number, ranked
-from rlhf.data.formats import Format, Numbered, Rating, rated
+from rlhf.data.formats import Format, Numbered, Rating, by_mean, ranked_together
 from rlhf.data.formats.ranked_columns import ANSWERS, PROMPTS, RANKS, SCORES, is_empty, question
-from rlhf.data.formats.unpaired import is_judged
-from rlhf.data.messages import Unusable, as_response
+from rlhf.data.messages import Messages, Unusable, as_response
 
 _OWN = ("response", "completion")  # come before other names of an answer, as in demonstrations
 
@@ -27,46 +27,75 @@ class _Columns(NamedTuple):
     score: str | None
 
 
+class _Ranked(NamedTuple):
+    """One answer with its rank, and how good it was said to be besides, higher is better."""
+
+    prompt: Messages
+    response: str
+    rank: float
+    strength: float | None
+    source: Any
+
+
 def _read_ranks(rows: list[Numbered]) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
-    return rated(rows, lambda row: _rating(row, "rank"), _by_rank)
+    return ranked_together(rows, _ranked, _by_rank)
 
 
 def _read_scores(rows: list[Numbered]) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
-    return rated(rows, lambda row: _rating(row, "score"))
+    return ranked_together(rows, _rating, by_mean)
 
 
-def _rating(row: dict[str, Any], name: str) -> Rating:
+def _ranked(row: dict[str, Any]) -> _Ranked:
+    found, prompt, response = _answer(row)
+    rank = _number(row, found.rank, "rank")
+    strength = None if found.score is None or is_empty(row[found.score]) else number(row[found.score], "score")
+    return _Ranked(prompt, response, rank, strength, row.get("source"))
+
+
+def _rating(row: dict[str, Any]) -> Rating:
+    found, prompt, response = _answer(row)
+    return Rating(prompt, response, _number(row, found.score, "score"), row.get("source"))
+
+
+def _answer(row: dict[str, Any]) -> tuple[_Columns, Messages, str]:
+    """The columns of a row, its prompt and its answer."""
     found = _columns(tuple(row))
     assert found is not None
     if is_empty(row[found.prompt]):
         raise Unusable("empty prompt", "; each answer needs its prompt in its own row")
     prompt = question(row, found.prompt)
-    answer = as_response(row[found.answer], found.answer, prompt)
-    column = found.rank if name == "rank" else found.score
+    return found, prompt, as_response(row[found.answer], found.answer, prompt)
+
+
+def _number(row: dict[str, Any], column: str | None, name: str) -> float:
     assert column is not None
     if is_empty(row[column]):
         raise Unusable(f"an answer without its {name}", f": {column} is empty")
-    strength = row[found.score] if name == "rank" and found.score else None
-    return Rating(
-        prompt, answer, number(row[column], name), row.get("source"),
-        None if is_empty(strength) else number(strength, "score"),
-    )  # fmt: skip
+    return number(row[column], name)
 
 
-def _by_rank(ratings: list[tuple[int, Rating]]) -> Ranking:
-    """An answer that stands there twice at one rank counts once."""
-    answers: dict[str, tuple[int, Rating]] = {}
-    for row, rating in ratings:
-        before, same = answers.setdefault(rating.response.strip(), (row, rating))
-        if same.score != rating.score:
-            where = f" at different ranks: {rating.response.strip()[:40]!r} in rows {before} and {row}"
+def _by_rank(answers: list[tuple[int, _Ranked]]) -> Ranking:
+    """An answer that stands there several times at one rank counts once, with the mean of its strengths."""
+    by_text: dict[str, list[tuple[int, _Ranked]]] = {}
+    for row, answer in answers:
+        same = by_text.setdefault(answer.response.strip(), [])
+        same.append((row, answer))
+        before, first = same[0]
+        if first.rank != answer.rank:
+            where = f" at different ranks: {answer.response.strip()[:40]!r} in rows {before} and {row}"
             raise Unusable("identical answers", f"{where}; give it one rank, or scores, of which the mean counts")
-    kept = [rating for _, rating in answers.values()]
-    strengths = [rating.strength for rating in kept]
+    kept = [same[0][1] for same in by_text.values()]
+    strengths = [_mean([answer.strength for _, answer in same]) for same in by_text.values()]
     return ranked(
-        kept[0].prompt, [rating.response for rating in kept], [rating.score for rating in kept],
+        kept[0].prompt, [answer.response for answer in kept], [answer.rank for answer in kept],
         None if None in strengths else strengths, kept[0].source,
     )  # fmt: skip
+
+
+def _mean(strengths: list[float | None]) -> float | None:
+    """None where one is missing."""
+    there = [strength for strength in strengths if strength is not None]
+    return fmean(there) if len(there) == len(strengths) else None
 
 
 @lru_cache(maxsize=1024)  # rows of one source mostly have the same columns
@@ -82,7 +111,7 @@ def _columns(columns: tuple[str, ...]) -> _Columns | None:
 def _recognises(ranks: bool) -> Callable[[dict[str, Any]], bool]:
     def recognises(row: dict[str, Any]) -> bool:
         found = _columns(tuple(row))
-        return found is not None and (found.rank is not None) == ranks and not is_judged(row)
+        return found is not None and (found.rank is not None) == ranks
 
     return recognises
 

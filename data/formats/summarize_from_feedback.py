@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf.data.examples import Ranking, number, ranked
-from rlhf.data.formats import Format, Numbered, Rating, rated
+from rlhf.data.formats import Format, Numbered, Rating, by_mean, ranked_together
 from rlhf.data.messages import Messages, Unusable, as_prompt, as_response, as_text
 
 
@@ -25,7 +25,7 @@ def _read_comparison(row: dict[str, Any]) -> Ranking:
 
 
 def _read_ratings(rows: list[Numbered]) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
-    return rated(rows, _rating)
+    return ranked_together(rows, _rating, by_mean)
 
 
 def _rating(row: dict[str, Any]) -> Rating:

@@ -12,11 +12,11 @@ from typing import Any
 
 from rlhf.data.examples import Ranking, by_score, number
 from rlhf.data.formats import Format
-from rlhf.data.messages import Unusable, as_prompt, as_response
+from rlhf.data.messages import Unusable, as_list, as_prompt, as_response
 
 
 def _read_raw(row: dict[str, Any]) -> list[Ranking | Unusable]:
-    completions = row["completions"]
+    completions = as_list(row["completions"], "completions")
     if not isinstance(completions, list) or not all(isinstance(answer, dict) for answer in completions):
         raise Unusable("completions is not a list of answers with their scores")
     prompt = as_prompt(row["instruction"])

@@ -40,7 +40,7 @@ def _verdict(row: dict[str, Any]) -> tuple[str, bool] | None:
     return None
 
 
-def is_judged(row: dict[str, Any]) -> bool:
+def _is_judged(row: dict[str, Any]) -> bool:
     """Whether a row holds one answer that was judged good or bad."""
     return _verdict(row) is not None and any(name in row for name in _ANSWERS)
 
@@ -55,6 +55,6 @@ def _refuse_steps(row: dict[str, Any]) -> NoReturn:
 
 # No column is required, so that every format that reads such rows comes first.
 FORMATS = (
-    Format("unpaired_labels", "preferences", (), _refuse_label, recognises=is_judged),
+    Format("unpaired_labels", "preferences", (), _refuse_label, recognises=_is_judged),
     Format("stepwise_labels", "preferences", ("prompt", "completions", "labels"), _refuse_steps),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf.pipeline.report.curves import Line
 from rlhf.pipeline.report.drawing import draw_lines
-from rlhf.pipeline.report.figures import number
+from rlhf.stages.metric_names import number
 
 
 @dataclass(frozen=True)

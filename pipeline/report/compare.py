@@ -11,12 +11,12 @@ from omegaconf import OmegaConf
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report.charts import CHARTS, in_words, line_name
 from rlhf.pipeline.report.drawing import SERIES, draw_lines
-from rlhf.pipeline.report.figures import metric
 from rlhf.pipeline.report.gallery import Gallery, gallery
 from rlhf.pipeline.report.judgement import CHANGES, judge_run
 from rlhf.pipeline.report.page import environment
 from rlhf.pipeline.report.run import TITLES, Run, read_run
 from rlhf.pipeline.summary import duration
+from rlhf.stages.metric_names import metric
 
 MAX_RUNS = len(SERIES)
 
@@ -193,9 +193,15 @@ def _line(name: str, values: list[Any], main: bool) -> dict[str, Any] | None:
     values = [v if isinstance(v, int | float) and not isinstance(v, bool) else None for v in values]
     if all(value is None for value in values):
         return None
-    first = values[0]
-    differences = [None if value is None or first is None else value - first for value in values]
-    return {"name": name, "values": values, "differences": [None, *differences[1:]], "main": main}
+    differences = [None, *(_difference(value, values[0], name) for value in values[1:])]
+    return {"name": name, "values": values, "differences": differences, "main": main}
+
+
+def _difference(value: float | None, first: float | None, name: str) -> float | None:
+    """None too where it would be shown as zero."""
+    if value is None or first is None or metric(abs(value - first), name) == metric(0.0, name):
+        return None
+    return value - first
 
 
 def _cell(value: float | None, difference: float | None, name: str) -> str:

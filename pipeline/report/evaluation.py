@@ -6,18 +6,14 @@ from typing import Any
 
 from rlhf.pipeline.report.curves import Line
 from rlhf.pipeline.report.drawing import draw_frontier
-from rlhf.pipeline.report.figures import metric, number, share
-from rlhf.pipeline.report.ppo_verdict import gather
 from rlhf.pipeline.report.run import MODELS, Run
+from rlhf.stages.metric_names import NAMES, metric, number, share
 
-FIGURES = {
-    "text_perplexity": "perplexity of held-out text", "response_perplexity": "perplexity of held-out responses",
-    "score": "score", "quality": "true quality", "length": "tokens per answer",
-    "eos_share": "share of answers that come to an end", "distinct_1": "distinct words (distinct-1)",
-    "distinct_2": "distinct pairs of words (distinct-2)", "repetition": "repetition within an answer",
-    "refusal_share": "share of refusals", "kl": "KL from SFT, nats per response",
-}  # fmt: skip
-"""Figures of a model, each with its name for people."""
+FIGURES = (
+    "text_perplexity", "response_perplexity", "score", "quality", "length", "eos_share", "distinct_1", "distinct_2",
+    "repetition", "refusal_share", "kl",
+)  # fmt: skip
+"""Figures of a model, in the order of the table."""
 COUNTS = {"text_perplexity": "num_text_tokens", "response_perplexity": "num_response_tokens"}
 """Over how many tokens a figure was taken."""
 SAME_PERPLEXITY = 0.005
@@ -50,18 +46,15 @@ def evaluation(run: Run) -> dict[str, Any] | None:
 def _title(models: dict[str, Any], key: str) -> str:
     """The name of a figure, with the number of tokens that it was taken over."""
     nums = sorted({model[COUNTS[key]] for model in models.values()} - {0}) if key in COUNTS else []
-    return (
-        f"{FIGURES[key]}, {' to '.join(number(num) for num in (nums[:1] + nums[1:][-1:]))} tokens"
-        if nums
-        else FIGURES[key]
-    )
+    over = " to ".join(number(num) for num in nums[:1] + nums[1:][-1:])
+    return f"{NAMES[key]}, {over} tokens" if nums else NAMES[key]
 
 
 def _verdict_rests_on(run: Run) -> str | None:
     """Where PPO's verdict is not of these figures, of which it is."""
     if "ppo" not in run.stages:
         return None
-    evidence = gather(run.evaluation, run.answers, run.samples, run.metrics("ppo"))
+    evidence = run.evidence
     if evidence.evaluated or not evidence.num_prompts:
         return None
     num = f"{'at least ' if evidence.at_least else ''}{number(evidence.num_prompts)} prompts"

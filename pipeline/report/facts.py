@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.pipeline.report.run import Run, Stage
+from rlhf.stages.metric_names import NAMES
 
 PHASES = {
     "rollout": "sampling answers",
@@ -16,11 +17,7 @@ PHASES = {
     "checkpoint": "saving the training state",
 }
 """What a stage's steps consist of, as metrics.jsonl names it: seconds_rollout and so on."""
-COUNTS = {
-    "num_demonstrations": "demonstrations to train on", "num_rankings": "prompts with ranked answers",
-    "num_votes": "votes", "num_prompts": "prompts to train on", "num_eval_prompts": "prompts held out",
-    "num_eval_pairs": "pairs held out",
-}  # fmt: skip
+COUNTS = ("num_demonstrations", "num_rankings", "num_votes", "num_prompts", "num_eval_prompts", "num_eval_pairs")
 """Final metrics that count data."""
 
 
@@ -29,7 +26,7 @@ def data(stage: Stage) -> dict[str, Any] | None:
 
     `sources` have `name`, `path`, `kept`, `of`, and `left_out`: numbers of rows by reason.
     """
-    counts = [(COUNTS[name], stage.metrics[name]) for name in COUNTS if stage.metrics.get(name) is not None]
+    counts = [(NAMES[name], stage.metrics[name]) for name in COUNTS if stage.metrics.get(name) is not None]
     sources = [_corpus_source(part) for part in stage.corpus.get("sources", [])]
     sources += [{"name": name, **found} for name, found in stage.manifest.get("rows", {}).items()]
     digests = stage.manifest.get("data", {})

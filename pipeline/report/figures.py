@@ -1,4 +1,4 @@
-"""Figures as people read them, and how sure one can be of a share or of a correlation."""
+"""How sure one can be of a share or of a correlation."""
 
 import math
 from collections.abc import Sequence
@@ -6,36 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.stages.model_card import SHARES
+from rlhf.stages.metric_names import share
 
 NORMAL_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
 Interval = tuple[float, float]
-
-
-def number(value: Any) -> str:
-    """A metric for people: three digits, which they can compare; `–` for what is missing."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(number, value)) or "none"
-    if not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
-
-
-def share(value: float) -> str:
-    """A share between 0 and 1, or the end of an interval of one."""
-    return f"{value:.2f}"
-
-
-def metric(value: Any, name: str) -> str:
-    """A metric of this name, everywhere with the same digits: a share as in the verdicts, all else as `number`."""
-    is_share = name.removeprefix("eval_") in SHARES and isinstance(value, int | float)
-    return share(value) if is_share else number(value)
 
 
 def between(interval: Interval) -> str:

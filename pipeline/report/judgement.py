@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 from rlhf.pipeline.report import verdicts
 from rlhf.pipeline.report.figures import wilson
-from rlhf.pipeline.report.ppo_verdict import gather, ppo
+from rlhf.pipeline.report.ppo_verdict import ppo
 from rlhf.pipeline.report.run import Run, Stage
 from rlhf.pipeline.report.verdicts import Verdict
+from rlhf.stages.metric_names import NAMES
 
 SIGNS = {"good": "✓", "bad": "✗", "doubtful": "!", "open": "?"}
 """By the tone of a verdict."""
@@ -29,9 +30,8 @@ def judge_run(run: Run) -> dict[str, Verdict]:
         elif name == "reward":
             found[name] = verdicts.reward(stage.metrics, stage.card)
         else:
-            evidence = gather(run.evaluation, run.answers, run.samples, stage.metrics)
             reward = found.get("reward") if _learned_from(run) else None
-            found[name] = ppo(stage.metrics, stage.curves, reward, evidence)
+            found[name] = ppo(stage.metrics, stage.curves, reward, run.evidence)
     return found
 
 
@@ -48,10 +48,9 @@ def _learned_from(run: Run) -> bool:
 class Change:
     """A final metric and what it is held against; both are names of metrics."""
 
-    label: str
     before: str | None
     after: str
-    versus: str
+    versus: str = ""
     better: Literal[1, -1, 0] = 0
     """1: higher is better, -1: lower is better, 0: neither."""
     is_share: bool = False
@@ -59,23 +58,25 @@ class Change:
     win_rate: str | None = None
     """The metric that says how often the one is above the other."""
 
+    @property
+    def label(self) -> str:
+        return NAMES[self.after]
+
 
 CHANGES = {
-    "pretrain": [Change("held-out loss, nats per token", "guessing_loss", "val_loss", "against guessing", -1)],
-    "sft": [Change("held-out loss, nats per token", "base_eval_loss", "eval_loss", "against the base model", -1)],
+    "pretrain": [Change("guessing_loss", "val_loss", "against guessing", -1)],
+    "sft": [Change("base_eval_loss", "eval_loss", "against the base model", -1)],
     "feedback": [
-        Change("prompts with ranked answers", None, "num_rankings", "of all rounds so far"),
-        Change("rated by several who differ", None, "num_disagreed", "resolved by the rule"),
+        Change(None, "num_rankings", "of all rounds so far"),
+        Change(None, "num_disagreed", "resolved by the rule"),
     ],
-    "reward": [
-        Change("held-out ranking accuracy", "longer_wins_accuracy", "accuracy", "against “longer wins”", 1, True)
-    ],
+    "reward": [Change("longer_wins_accuracy", "accuracy", "against “longer wins”", 1, True)],
     "ppo": [
-        Change("true quality by the judge", "sft_true_quality", "true_quality", "against SFT", 1, win_rate="win_rate"),
-        Change("score", "sft_score", "score", "against SFT", 1, win_rate="score_win_rate"),
-        Change("win rate over SFT by the judge", None, "win_rate", "ties count half"),
-        Change("share of answers that come to an end", "sft_eos_share", "eos_share", "against SFT", 1, True),
-        Change("KL from SFT", None, "kl", "nats per response"),
+        Change("sft_true_quality", "true_quality", "against SFT", 1, win_rate="win_rate"),
+        Change("sft_score", "score", "against SFT", 1, win_rate="score_win_rate"),
+        Change(None, "win_rate", "ties count half"),
+        Change("sft_eos_share", "eos_share", "against SFT", 1, True),
+        Change(None, "kl"),
     ],
 }
 

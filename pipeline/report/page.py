@@ -22,7 +22,6 @@ from rlhf.pipeline.report.drawing import (
     draw_variants,
 )
 from rlhf.pipeline.report.evaluation import evaluation, frontier
-from rlhf.pipeline.report.figures import metric, number, share
 from rlhf.pipeline.report.gallery import clip, gallery
 from rlhf.pipeline.report.judgement import SIGNS, changes, judge_run
 from rlhf.pipeline.report.run import MODELS, TITLES, Run, Stage, read_run
@@ -32,6 +31,7 @@ from rlhf.pipeline.summary import duration
 from rlhf.pipeline.sweep import read_sweep, table
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.disk import replace_text
+from rlhf.stages.metric_names import metric, number, share
 
 MAX_TEXTS = 30
 """What a base model writes over time, and pairs that a reward model is wrong about, at most."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.pipeline.report.curves import Line, start_and_end
-from rlhf.pipeline.report.figures import Interval, between, number, rank_correlation, share, wilson
+from rlhf.pipeline.report.figures import Interval, between, rank_correlation, wilson
 from rlhf.pipeline.report.verdicts import Verdict
+from rlhf.stages.metric_names import number, share
 
 NO_KL = 0.02
 """Nats per response. By Pinsker's inequality policy and SFT then give the same answer in nine of ten cases at least."""

@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report.curves import Line, curves
+from rlhf.pipeline.report.ppo_verdict import Evidence, gather
 from rlhf.pipeline.summary import flat, nested, outcome, run_status
 from rlhf.stages.artifact import Artifact
-from rlhf.stages.evaluation.records import ANSWERS, FIGURES, Figures, read_answers, read_figures, short_hash
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES, Damaged, load_answers, load_figures
 
 TITLES = {"pretrain": "Pretraining", "sft": "SFT", "feedback": "Feedback", "reward": "Reward model", "ppo": "PPO"}
 MODELS = {"base": "base", "sft": "SFT", "ppo": "PPO"}
@@ -138,6 +137,11 @@ class Run:
         path = self.folder / "recipe.yaml"
         return path.read_text(encoding="utf-8") if path.is_file() else None
 
+    @cached_property
+    def evidence(self) -> Evidence:
+        """What held-out answers say of PPO against SFT."""
+        return gather(self.evaluation, self.answers, self.samples, self.metrics("ppo"))
+
     def metrics(self, stage: str) -> dict[str, Any]:
         """Final metrics of a stage, empty where the run does not have it."""
         return self.stages[stage].metrics if stage in self.stages else {}
@@ -148,48 +152,19 @@ def read_run(run_dir: str | Path) -> Run:
     run_dir = Path(run_dir)
     status = nested(run_status(run_dir))
     stages = {name: _stage(name, entry, run_dir) for name, entry in status["stages"].items()}
-    evaluation, faults = read_figures(run_dir), {}
-    if evaluation is None and (run_dir / FIGURES).exists():
-        faults[FIGURES] = _damage(run_dir / FIGURES)
-    elif evaluation and not _is_of(evaluation["models"], stages):
+    evaluation, answers, faults = None, [], {}
+    try:
+        evaluation = load_figures(run_dir)
+    except Damaged as fault:
+        faults[FIGURES] = str(fault)
+    if evaluation and not _is_of(evaluation["models"], stages):
         evaluation, faults[FIGURES] = None, " is of other models than those that the run has now"
-    answers = read_answers(run_dir, evaluation["answers_digest"]) if evaluation else []
-    if evaluation and not answers and evaluation["answers_digest"] not in (None, short_hash([])):
-        faults[ANSWERS] = _damage_of_answers(run_dir / ANSWERS)
+    try:
+        answers = load_answers(run_dir, evaluation["answers_digest"]) if evaluation else []
+    except Damaged as fault:
+        faults[ANSWERS] = str(fault)
     samples = [_as_evaluated(sample) for sample in stages["ppo"].samples] if "ppo" in stages else []
     return Run(run_dir, status, stages, evaluation, faults, answers or samples, samples)
-
-
-def _damage(path: Path) -> str:
-    """What is wrong with an evaluation.json that cannot be taken, and where."""
-    try:
-        content = path.read_bytes()
-        Figures.model_validate(json.loads(content))
-    except OSError as error:
-        return f": cannot be read ({error.strerror or error})"
-    except json.JSONDecodeError as error:
-        return f" line {error.lineno}: is damaged ({error.msg})"
-    except UnicodeDecodeError as error:
-        return f" line {content[: error.start].count(10) + 1}: is damaged (not UTF-8)"
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the whole file"
-        return f": {key} is damaged, or of another version ({first['msg']})"
-    return ": was changed while it was read"
-
-
-def _damage_of_answers(path: Path) -> str:
-    """The same of an evaluation.jsonl."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        return f": cannot be read ({error.strerror or error})"
-    for number, line in enumerate(lines, start=1):
-        try:
-            json.loads(line or b"0")
-        except ValueError as error:
-            return f" line {number}: is damaged ({error})"
-    return f" is not of the same evaluation as {FIGURES}"
 
 
 def read_json(path: Path) -> Any:

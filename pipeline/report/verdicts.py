@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf.pipeline.report.curves import Line, start_and_end
-from rlhf.pipeline.report.figures import between, number, share, wilson
+from rlhf.pipeline.report.figures import between, wilson
+from rlhf.stages.metric_names import number, share
 
 SAME_LOSS = 0.01
 """Nats per token: another seed moves a held-out loss by as much, so less is no change."""

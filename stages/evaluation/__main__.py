@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings
+from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.evaluate import evaluate
+from rlhf.stages.evaluation.records import EvaluationFailed
 from rlhf.stages.signals import exit_on_signal, handled
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.judges import judging
 from rlhf.stages.evaluation.records import read_answers, read_figures, short_hash
 from rlhf.stages.evaluation.statistics import Floats
-from rlhf.stages.evaluation.subjects import Subject, here
+from rlhf.stages.evaluation.subjects import Subject, in_run
 from rlhf.stages.models import load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
@@ -92,7 +92,7 @@ class Bench:
         return law.model_copy(update={"reward_model": self._here(law.reward_model), "rewards": specs})
 
     def _here(self, reference: str | None) -> str | None:
-        return reference and here(reference, self.run_dir)
+        return reference and in_run(reference, self.run_dir)
 
     def _without_ppo(self, of_sft: SFTSettings) -> PPOSettings:
         """How a run is asked that has no ppo, or none yet."""

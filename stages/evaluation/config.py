@@ -36,10 +36,6 @@ class EvaluationSettings(Settings):
         return self
 
 
-class EvaluationFailed(RuntimeError):
-    """A judge or a disk that failed while models were compared; the message says what, to people."""
-
-
 def cheap(judge: str | None) -> EvaluationSettings:
     """What a run measures after a stage, in about a second."""
     chosen = {"form": "cheap", "num_prompts": 16, "num_samples": 1, "best_of": 0, "num_tokens": 2000, "judge": judge}

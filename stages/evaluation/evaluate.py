@@ -6,6 +6,7 @@ evaluation.json and evaluation.jsonl beside them; docs/evaluation.md says what t
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from rlhf.stages.disk import replace_text
 from rlhf.stages.evaluation import statistics
 from rlhf.stages.evaluation.answers import Answer
 from rlhf.stages.evaluation.bench import Bench, Say
-from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings
-from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, short_hash
+from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, EvaluationFailed, short_hash
 from rlhf.stages.evaluation.subjects import find_subjects
 from rlhf.stages.evaluation.tasks import run_tasks, task_manager
 from rlhf.stages.runtime import be_quiet
@@ -42,9 +43,8 @@ def evaluate(
     be_quiet()
     subjects = find_subjects(run_dir, done)
     if not subjects:
-        raise SettingsError(
-            f"{run_dir}: no finished pretrain, sft or ppo stage here; `rlhf status {run_dir}` shows how far it is"
-        )
+        status = shlex.join(["rlhf", "status", str(run_dir)])
+        raise SettingsError(f"{run_dir}: no finished pretrain, sft or ppo stage here; `{status}` shows how far it is")
     manager = task_manager(asked) if asked.tasks else None
     bench = Bench(run_dir, done, asked, subjects, say)
     figures: dict[str, dict[str, Any]] = {}

@@ -9,7 +9,8 @@ from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.sources import load_function
 from rlhf.stages.endpoint import EndpointError
 from rlhf.stages.evaluation.answers import Answer
-from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings
+from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.evaluation.records import EvaluationFailed
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.judging import ModelJudge, model_judge
 
@@ -29,13 +30,14 @@ class Judging:
         return self._model is not None
 
     def probe(self, text: str) -> None:
-        """Ask it once before anything is sampled for it, a function about `text` as prompt and as response.
+        """Ask it once before anything is sampled for it, a function about two answers to `text`: some hold the answers
+        that they are given together against each other.
 
         Raises SettingsError where it fails.
         """
         try:
             if self._model is None:
-                judge_answers(self.name, [text], [text])
+                judge_answers(self.name, [text, text], [text, f"{text} {text}"])
             else:
                 self._model.probe()
         except (ValueError, EndpointError) as error:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, FiniteFloat
+from pydantic import BaseModel, FiniteFloat, ValidationError
 
 FIGURES, ANSWERS = "evaluation.json", "evaluation.jsonl"
 """In the run folder: the figures, and the answers of the models side by side."""
@@ -14,6 +14,10 @@ NAMES = ("base", "sft", "ppo")
 Name = Literal["base", "sft", "ppo"]
 Number = FiniteFloat | None
 Interval = tuple[FiniteFloat, FiniteFloat] | None
+
+
+class EvaluationFailed(RuntimeError):
+    """A judge or a disk that failed while models were compared; the message says what, to people."""
 
 
 class Spread(BaseModel):
@@ -114,30 +118,76 @@ class Row(BaseModel):
     kl: dict[Name, Number] = {}
 
 
-def read_figures(run_dir: Path) -> dict[str, Any] | None:
-    """The run's evaluation with every key of `Figures`, models in the order of NAMES.
+class Damaged(ValueError):
+    """What is wrong with a file of the evaluation and where, in words that follow on the file's name."""
 
-    None if there is none that can be read: one that is cut short, edited by hand, or of another version.
+
+def load_figures(run_dir: Path) -> dict[str, Any] | None:
+    """The run's evaluation with every key of `Figures`, models in the order of NAMES; None if there is none.
+
+    Raises Damaged for one that cannot be taken: it is cut short, edited by hand, or of another version.
     """
+    if not (run_dir / FIGURES).exists():
+        return None
+    _, figures = _parse(_read(run_dir / FIGURES), Figures)
+    found = figures.model_dump(mode="json")
+    return found | {"models": {name: found["models"][name] for name in NAMES if name in found["models"]}}
+
+
+def load_answers(run_dir: Path, digest: str | None) -> list[dict[str, Any]]:
+    """The rows of answers of the evaluation whose `answers_digest` is given. Raises Damaged as `load_figures` does.
+
+    Of the two files one may be newer, after a kill or beside another evaluation: rows of another one are not taken.
+    """
+    if digest in (None, short_hash([])):
+        return []
+    lines = enumerate(_read(run_dir / ANSWERS).split(b"\n"), start=1)  # and not at U+2028, which texts may hold
+    found = [_parse(line, Row, number) for number, line in lines if line.strip()]
+    if short_hash([content for content, _ in found]) != digest:
+        raise Damaged(f" is not of the same evaluation as {FIGURES}")
+    return [row.model_dump() for _, row in found]
+
+
+def read_figures(run_dir: Path) -> dict[str, Any] | None:
+    """As `load_figures`, but None too for an evaluation that cannot be taken."""
     try:
-        content = json.loads((run_dir / FIGURES).read_text(encoding="utf-8"))
-        found = Figures.model_validate(content).model_dump(mode="json")
-        return found | {"models": {name: found["models"][name] for name in NAMES if name in found["models"]}}
-    except (OSError, ValueError):  # of which ValidationError is one
+        return load_figures(run_dir)
+    except Damaged:
         return None
 
 
 def read_answers(run_dir: Path, digest: str | None) -> list[dict[str, Any]]:
-    """The rows of answers of the evaluation whose `answers_digest` is given; empty if there are none that can be read.
-
-    Of the two files one may be newer, after a kill or beside another evaluation: rows of another one are not read.
-    """
+    """As `load_answers`, but empty where the rows cannot be taken."""
     try:
-        lines = (run_dir / ANSWERS).read_text(encoding="utf-8").split("\n")  # and not at U+2028, which texts may hold
-        rows = [json.loads(line) for line in lines if line]
-        return [Row.model_validate(row).model_dump() for row in rows] if short_hash(rows) == digest else []
-    except (OSError, ValueError):
+        return load_answers(run_dir, digest)
+    except Damaged:
         return []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(f": cannot be read ({error.strerror or error})") from error
+
+
+def _parse(text: bytes, kind: type[BaseModel], number: int | None = None) -> tuple[Any, BaseModel]:
+    """JSON as it is, and as a `kind`; `number` is that of a line, None for a whole file. Raises Damaged."""
+    first = number or 1
+    try:
+        content = json.loads(text.decode())
+        return content, kind.model_validate(content)
+    except UnicodeDecodeError as error:
+        raise Damaged(f" line {first + text[: error.start].count(10)}: is damaged (not UTF-8)") from error
+    except json.JSONDecodeError as error:
+        raise Damaged(f" line {first - 1 + error.lineno}: is damaged ({error.msg})") from error
+    except ValidationError as error:
+        worst = error.errors()[0]
+        key = ".".join(map(str, worst["loc"])) or ("the whole line" if number else "the whole file")
+        place = f" line {number}: {key}" if number else f": {key}"
+        raise Damaged(f"{place} is damaged, or of another version ({worst['msg']})") from error
+    except (ValueError, RecursionError) as error:  # more digits or deeper nesting than Python reads
+        raise Damaged(f" line {number}: is damaged ({error})" if number else f": is damaged ({error})") from error
 
 
 def short_hash(content: Any) -> str:

@@ -1,6 +1,7 @@
 """Which models of a run are evaluated. No torch."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +43,15 @@ class Subject:
         return model_digest(self.reference, "evaluation")
 
     def started_from(self, run_dir: Path) -> "Subject | None":
-        """The model that its stage started from, None where there was none. Raises SettingsError as `here` does."""
+        """The model that its stage started from, None where there was none. Raises SettingsError as `in_run` does."""
         if self.made_by is None:
             return None
         settings: Any = OmegaConf.load(self.made_by.folder / "settings.yaml")
         model = settings.get("model")
-        return Subject(here(model, run_dir)) if model else None
+        return Subject(in_run(model, run_dir)) if model else None
 
 
-def here(reference: str, run_dir: Path) -> str:
+def in_run(reference: str, run_dir: Path) -> str:
     """A model as it is named in settings: what a stage of this run made lies in the run, which may have been moved or
     copied since. Raises SettingsError where it does not: what lies at its old place is another run's.
     """
@@ -61,25 +62,30 @@ def here(reference: str, run_dir: Path) -> str:
     if own.is_dir():
         return str(own)
     if folder.parent.name in _own_folders(run_dir):
-        raise gone(run_dir, folder.parent.name)
+        raise missing_stage(run_dir, folder.parent.name)
     return reference
 
 
-def gone(run_dir: Path, name: str) -> SettingsError:
-    """Says that a stage's folder is not in its run any more."""
-    again = f"`rlhf run {run_dir}/recipe.yaml --run-dir {run_dir}` makes it anew"
+def missing_stage(run_dir: Path, name: str) -> SettingsError:
+    """Says that what a finished stage made is not, or not whole, in its run any more."""
+    again = shlex.join(["rlhf", "run", str(run_dir / "recipe.yaml"), "--run-dir", str(run_dir)])
     return SettingsError(
-        f"{run_dir}: the folder {name} of this run is missing, or its model is; copy it too from the run that this is "
-        f"a copy of, or {again}"
+        f"{run_dir}: the folder {name} of this run is not finished or missing; copy it whole from the run that this is "
+        f"a copy of, or `{again}` makes it anew"
     )
 
 
 def _own_folders(run_dir: Path) -> set[str]:
-    """Of the stages of all rounds, as summary.json names them."""
+    """Of the finished stages of all rounds, as summary.json names them."""
     path = run_dir / "summary.json"
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"stages": {}}
-    rounds = [content["stages"], *content.get("rounds", [])]
-    return {entry["folder"] for stages in rounds for entry in stages.values() if entry["folder"]}
+    if not path.is_file():
+        return set()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        entries = [entry for stages in (content["stages"], *content.get("rounds", [])) for entry in stages.values()]
+        return {entry["folder"] for entry in entries if entry["status"] == "done" and entry["folder"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(f"{path}: not a summary of a run ({error}); delete it and run again") from None
 
 
 def find_subjects(run_dir: Path, done: Mapping[str, Path]) -> dict[str, Subject]:

@@ -46,7 +46,7 @@ def test_mapped_columns_and_conversations_may_be_lists_in_cells(tmp_path: Path) 
         (
             "['a', 'b']",
             "[1, 2]",
-            r"responses is broken JSON, column 2: Expecting value; in a table's cell a list is JSON",
+            r"responses is broken JSON, column 2: Expecting value; in a table's cell it is JSON, such as \[\"a",
         ),
         ('["a", "b"', "[1, 2]", "responses is broken JSON, column 10: Expecting ',' delimiter"),
         ('["a", "b"]', "1, 2", r"ranks is text, not a list; in a table's cell it is JSON, such as \[1, 2\]"),
@@ -61,6 +61,32 @@ def test_a_cell_that_holds_no_list_is_named_with_the_cure(tmp_path: Path, respon
     source = table(tmp_path, good, {"prompt": "Q", "responses": responses, "ranks": ranks})
     with pytest.raises(DataError, match=rf"lists\.csv row 2: {why}"):
         read_rankings(source)
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "prompts"])
+@pytest.mark.parametrize("name", ["messages", "conversations", "conversation"])
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        ("[{'role': 'user'}]", "is broken JSON, column 3: Expecting property name enclosed in double quotes; in a"),
+        ("user: Hi", "is text, not a list of messages; in a table's cell it is JSON"),
+    ],
+)
+def test_a_conversation_that_is_no_list_is_named_with_the_cure(
+    tmp_path: Path, kind: str, name: str, cell: str, why: str
+) -> None:
+    source = table(tmp_path, {name: cell})
+    report = load(source, kind).report
+    [(reason, drop)] = report.dropped.items()
+    assert f"{name} {why}" in reason + drop.detail
+    assert 'such as [{"role": "user", "content": "Hi"}, ' in drop.detail
+
+
+def test_broken_lists_of_others_formats_say_where(tmp_path: Path) -> None:
+    for kind, name in (("demonstrations", "instances"), ("preferences", "completions")):
+        report = load(table(tmp_path, {"instruction": "Q", name: '[{"output": }]'}), kind).report
+        assert list(report.dropped) == [f"{name} is broken JSON"]
+        assert ", column 13: Expecting value" in report.dropped[f"{name} is broken JSON"].detail
 
 
 def test_texts_that_look_like_lists_stay_texts(tmp_path: Path) -> None:

@@ -270,7 +270,9 @@ def test_a_column_of_that_name_without_tools_tells_nothing(write: Any, tools: An
 
 def test_broken_tools_are_counted_and_a_text_needs_none(write: Any) -> None:
     row = {"conversations": said("human: Hi", "gpt: Ho"), "tools": '[{"name": ', "text": "Hi"}
-    assert dropped(load(write(row), "demonstrations").report) == {"tools is broken JSON": [1]}
+    report = load(write(row), "demonstrations").report
+    assert dropped(report) == {"tools is broken JSON": [1]}
+    assert report.dropped["tools is broken JSON"].detail == ", column 11: Expecting value"  # of no table's cell
     assert read_text(write(row)).rows == ["Hi"]
 
 

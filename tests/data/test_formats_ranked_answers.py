@@ -9,7 +9,6 @@ from formats_world import dropped, found, read, user
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Ranking
 from rlhf.data.recognise import recognise
-from rlhf.data.report import JUDGED
 from rlhf.data.rows import load, read_rankings
 from rlhf.data.sources import Source
 
@@ -112,11 +111,19 @@ def test_one_answer_twice_at_one_rank_counts_once() -> None:
     assert read(*answers(1, 2), *answers(1)).rows == [Ranking(Q, ["a", "b"], [1, 2])]
 
 
+def test_of_an_answer_twice_at_one_rank_the_mean_score_is_its_strength() -> None:
+    rows = [row | {"score": score} for row, score in zip(answers(1, 2), (5, 1), strict=True)]
+    again = rows[0] | {"score": 8}
+    assert read(*rows, again).rows == [Ranking(Q, ["a", "b"], [1, 2], [6.5, 1])]
+    assert read(*rows, again | {"score": None}).rows == [Ranking(Q, ["a", "b"], [1, 2])]
+
+
 def test_as_demonstrations_all_are_read_with_a_warning() -> None:
     loaded = read(*answers(1, 2), kind="demonstrations")
     assert len(loaded.rows) == 2
     [warning] = loaded.report.warnings
-    assert warning.startswith(f"{JUDGED} (ranked_answers): all are learned from, bad ones too")
+    assert warning == loaded.report.judged
+    assert warning.startswith("each row has one answer and how good it is (ranked_answers): all are learned from, bad")
     rated = {"prompt": "Q", "response": "a", "helpfulness": 1}
     assert "(helpsteer_ratings)" in read(rated, kind="demonstrations").report.warnings[0]
     assert read({"prompt": "Q", "response": "a"}, kind="demonstrations").report.warnings == []
@@ -139,10 +146,22 @@ def test_columns_that_leave_a_choice_are_not_guessed() -> None:
 def test_other_formats_and_our_own_columns_come_first() -> None:
     pair = {"prompt": "Q", "chosen": "a", "rejected": "b", "response": "c", "score": 1}
     assert read(pair).report.format == "prompt, chosen, rejected"
+    numbered = {"answer_1": "x", "answer_2": "y", "rank_1": 2, "rank_2": 1}
+    for more in ({"response": "c", "score": 1}, {"answer": "c", "rank": 1}):
+        loaded = read({"prompt": "Q"} | numbered | more)
+        assert (loaded.report.format, loaded.rows) == ("ranked_columns", [Ranking(Q, ["x", "y"], [2, 1])])
     rated = {"prompt": "Q", "response": "a", "helpfulness": 1, "score": 5}
     assert read(rated, rated | {"response": "b", "helpfulness": 2}).report.format == "helpsteer_ratings"
     thumb = {"prompt": "Q", "completion": "a", "label": True, "score": 5}
     assert list(dropped(read(thumb))) == ["one answer that was judged good or bad, with none to compare"]
+
+
+@pytest.mark.parametrize("said", [{"format": "scored_answers"}, {"map": {"response": "response", "score": "score"}}])
+def test_one_answer_a_row_beside_numbered_ones_is_read_where_the_source_says_so(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    text = "prompt,answer_1,answer_2,rank_1,rank_2,response,score\nQ,x,y,1,2,a,4\nQ,x,y,1,2,b,5\n"
+    assert read_rankings(table(tmp_path, text, **said)).rows == [Ranking(Q, ["a", "b"], [2, 1], [4, 5])]
 
 
 def test_their_prompts_are_prompts(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Condition
 from typing import Any
 
 import pytest
@@ -16,13 +14,14 @@ from omegaconf import OmegaConf
 from pipeline_world import FakeStages, contents
 
 from rlhf.data.errors import DataError
-from rlhf.pipeline import evaluation, runner
+from rlhf.pipeline import evaluation, progress, runner
 from rlhf.pipeline.evaluation_tables import show
 from rlhf.pipeline.launch import Ended
 from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.stages.artifact import STAGES
-from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings
+from rlhf.stages.evaluation.config import EvaluationSettings
+from rlhf.stages.evaluation.records import EvaluationFailed
 
 Call = Callable[..., tuple[int, str, str]]
 RUN = Path("run")
@@ -199,49 +198,6 @@ def test_eval_refuses_what_cannot_be_meant(
     assert (code, message in err) == (2, True)
 
 
-class Told:
-    """Progress lines, and a way to wait for one."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._came = Condition()
-
-    def say(self, line: str) -> None:
-        with self._came:
-            self.lines.append(line)
-            self._came.notify_all()
-
-    def wait_for(self, beginning: str, times: int = 1) -> None:
-        with self._came:
-            assert self._came.wait_for(
-                lambda: sum(line.startswith(beginning) for line in self.lines) >= times, timeout=60
-            )
-
-
-def test_without_a_terminal_lines_tell_now_and_then_where_it_is_as_long_as_it_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also while nothing new is told; and none after the end."""
-    monkeypatch.setattr(evaluation, "PATIENCE", 0.001)
-    monkeypatch.setattr(evaluation, "SECONDS_BETWEEN_LINES", 0.001)
-    told = Told()
-    with evaluation.telling("loading", told.say) as tell:
-        told.wait_for("loading (")
-        tell("base: 0 of 512 answers")
-        told.wait_for("base: 0 of 512 answers (", times=3)
-    number = len(told.lines)
-    tell("over")
-    assert len(told.lines) == number
-    assert re.fullmatch(r"base: 0 of 512 answers \(\d+\.\d s\)", told.lines[-1])
-
-
-def test_what_is_over_at_once_tells_nothing() -> None:
-    told = Told()
-    with evaluation.telling("loading", told.say) as tell:
-        tell("base: 0 of 512 answers")
-    assert told.lines == []
-
-
 @pytest.mark.parametrize(("words", "stream"), [((), 0), (("--json",), 1)])
 def test_eval_says_how_far_it_is_and_never_between_the_figures_of_json(
     world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], stream: int
@@ -253,7 +209,7 @@ def test_eval_says_how_far_it_is_and_never_between_the_figures_of_json(
         say(f"{what} …")
         yield say
 
-    monkeypatch.setattr(evaluation, "telling", telling)
+    monkeypatch.setattr(progress, "telling", telling)
     streams = rlhf("eval", "run", *words)[1:]
     assert streams[stream].splitlines()[0] == "loading …"
     assert "loading" not in streams[1 - stream]
@@ -297,16 +253,19 @@ def test_a_judge_that_fails_is_a_failure(world: Path, stages: FakeStages, rlhf: 
     assert (code, err) == (1, "error: judge a:b: KeyError: 'x'\n")
 
 
-def test_a_copy_without_the_folder_of_a_finished_stage_is_refused(world: Path, stages: FakeStages, rlhf: Call) -> None:
+def test_a_copy_without_the_whole_folder_of_a_finished_stage_is_refused(
+    world: Path, stages: FakeStages, rlhf: Call
+) -> None:
     """And so is one without what a stage started from, though that still lies at the old place."""
     rlhf("run", "recipe.yaml", "--run-dir", "run")
     for stage in STAGES:
         shutil.copytree("run", stage)
         (folder,) = Path(stage).glob(f"{stage}-*")
-        shutil.rmtree(folder)
-        code, out, err = rlhf("eval", stage)
-        assert (code, out) == (2, "")
-        assert err.startswith(f"error: {stage}: the folder {folder.name} of this run is missing")
+        for leave_out in ((folder / "manifest.json").unlink, lambda folder=folder: shutil.rmtree(folder)):
+            leave_out()
+            code, out, err = rlhf("eval", stage)
+            assert (code, out) == (2, "")
+            assert err.startswith(f"error: {stage}: the folder {folder.name} of this run is not finished or missing")
     assert stages.evaluated == [BASE, SFT, ALL]
     shutil.copytree("run", "copy")
     assert rlhf("eval", "copy")[0] == 0
@@ -328,12 +287,17 @@ def figures(**others: Any) -> dict[str, Any]:
 
 def test_the_table_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     spread = {"mean": 1.0, "std": 0.25, "quantiles": [0.0] * 5}
-    model = {"score": spread, "kl": 0.5, "kl_interval": [0.4, 0.6], "length": 12.0}
+    model = {"score": spread, "kl": 0.5, "kl_interval": [0.4, 0.6], "length": 12.0, "distinct_2": 0.9684}
     best = {"n": 2, "kl": 0.193147, "score": 0.5, "score_interval": [0.25, 0.75], "quality": None}
     lines = shown(figures(model=model, best_of_n=[best]), capsys)
-    assert lines[0] == "model text ppl score KL from sft tokens"
-    assert lines[1] == "sft (sft-1) 3.46 1.00 ± 0.250 0.500 (0.400 to 0.600) 12.0"
+    assert lines[0] == "model text ppl score KL from sft tokens distinct-2"
+    assert lines[1] == "sft (sft-1) 3.46 1.00 ± 0.250 0.500 (0.400 to 0.600) 12.0 0.968"
     assert "2 0.193 0.500 (0.250 to 0.750) –" in lines
+
+
+def test_shares_have_the_digits_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(figures(model={"eos_share": 0.9684, "refusal_share": 0.0021}), capsys)
+    assert lines[:2] == ["model text ppl ended refused", "sft (sft-1) 3.46 0.97 0.00"]
 
 
 def test_below_the_figures_stands_on_how_much_they_rest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,6 +307,10 @@ def test_below_the_figures_stands_on_how_much_they_rest(capsys: pytest.CaptureFi
     assert shown(whole, capsys)[2:] == [
         "held out: 1,984 tokens of text, 930 tokens of responses, 16 prompts (answers to each: 1)"
     ]
+    several = figures(model={"num_response_tokens": 930})
+    several["models"] |= {"base": {"model": "hub/id"}, "ppo": several["models"]["sft"] | {"num_text_tokens": 2000}}
+    told = "held out: 1,984 to 2,000 tokens of text, 930 tokens of responses"
+    assert shown(several, capsys)[4:] == [told]  # base was not measured
 
 
 def test_win_rates_have_two_decimals_as_in_the_report_and_a_dash_where_there_is_none(

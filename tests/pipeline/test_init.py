@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pipeline_world import write_rows
 
+from rlhf.data.errors import SettingsError
 from rlhf.pipeline import init as init_module
 from rlhf.pipeline.recipe import Recipe, load_recipe
 
@@ -176,6 +177,22 @@ def test_an_unusable_file_says_row_and_reason_and_nothing_else(here: Path, rlhf:
     assert rlhf("init", "mine", "bad.jsonl") == (2, "", f"error: bad.jsonl: {why}\n")
 
 
+def test_a_text_beside_rankings_that_cannot_be_read_does_not_hide_them(here: Path, rlhf: Call) -> None:
+    rows = [{"prompt": p, "responses": "['a', 'b']", "ranks": [1, 2], "text": TEXT} for p in (BIRD, FISH)]
+    write_rows(here / "lists.jsonl", rows)
+    _, out, _ = rlhf("init", "mine")
+    assert recipe().stages == ["pretrain"]
+    assert "there are no rankings (preferences); lists.jsonl row 1: responses is broken JSON, column 2" in out
+
+
+@pytest.mark.parametrize("name", ["story.txt", "story.jsonl"])
+def test_plain_text_is_not_told_to_be_bad_rankings(here: Path, rlhf: Call, name: str) -> None:
+    Path(name).write_text(json.dumps(TEXT) + "\n")
+    _, out, _ = rlhf("init", "mine")
+    assert recipe().stages == ["pretrain"]
+    assert "there are no rankings (preferences)\n" in out
+
+
 def test_prompts_of_rows_that_should_be_more_say_why_they_are_not(here: Path, rlhf: Call) -> None:
     write_rows(here / "lists.jsonl", [{"prompt": p, "responses": "['a', 'b']", "ranks": [1, 2]} for p in (BIRD, FISH)])
     write_rows(here / "demos.jsonl", DEMONSTRATIONS)
@@ -238,6 +255,52 @@ def test_a_name_that_says_so_makes_a_file_the_evaluations(here: Path, rlhf: Call
     assert "  eval_data: demos_dev.jsonl" in text
     assert "max_dropped" in text  # which counts the rows that are held out too
     assert "left out: demos_test.jsonl: held-out demonstrations as in demos_dev.jsonl" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "few", "enough"),
+    [
+        ("demos", DEMONSTRATIONS[:1] * 3, DEMONSTRATIONS),
+        ("pairs", RANKINGS[:1] * 3, RANKINGS),
+        ("asked", PROMPTS[:1], PROMPTS),
+        ("story", [{"text": "Too short."}], [{"text": TEXT}]),
+    ],
+)
+def test_what_is_held_out_of_too_little_is_left_out_with_it(
+    here: Path, rlhf: Call, name: str, few: list[dict[str, str]], enough: list[dict[str, str]]
+) -> None:
+    main = RANKINGS if name == "demos" else DEMONSTRATIONS
+    write_rows(here / "main.jsonl", main)
+    write_rows(here / f"{name}.jsonl", few)
+    write_rows(here / f"{name}_test.jsonl", enough)
+    code, out, err = rlhf("init", "mine")
+    assert (code, err) == (0, "")
+    why = f"held out, and {name}.jsonl is too little to train on"
+    assert f"left out: {name}_test.jsonl: {why}" in out
+    [line] = [line for line in out.splitlines() if line.startswith(f"{name}_test.jsonl")]
+    assert f"not used: {why}" in line
+    assert f"{name}_test" not in Path("mine.yaml").read_text().split("# Not in it:")[0]
+
+
+def test_prompts_that_are_held_out_evaluate_a_policy_that_trains_on_those_of_rankings(here: Path, rlhf: Call) -> None:
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    write_rows(here / "asked.jsonl", PROMPTS[:1])
+    write_rows(here / "asked_test.jsonl", PROMPTS)
+    _, out, _ = rlhf("init", "mine")
+    ppo = sections()["ppo"]
+    assert (ppo.data.path, ppo.eval_data.path) == ("pairs.jsonl", "asked_test.jsonl")
+    assert "left out: asked_test.jsonl" not in out
+
+
+def test_nothing_lies_there_where_telling_of_it_fails(here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+
+    def fails(*_: Any) -> Any:
+        raise SettingsError("no such use")
+
+    monkeypatch.setattr(init_module, "_uses", fails)
+    assert rlhf("init", "mine") == (2, "", "error: no such use\n")
+    assert os.listdir(here) == ["demos.jsonl"]
 
 
 def test_unusable_rows_are_allowed_for_aloud(here: Path, rlhf: Call) -> None:

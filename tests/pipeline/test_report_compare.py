@@ -107,6 +107,14 @@ def test_shares_and_their_differences_have_two_digits(runs: tuple[Path, Path]) -
     assert "win_rate 0.85 0.70 −0.15" in words(Comparison(runs).page())
 
 
+def test_a_difference_that_would_be_shown_as_zero_is_left_out(runs: tuple[Path, Path]) -> None:
+    set_metrics(runs[0], "ppo", win_rate=0.852)
+    set_metrics(runs[1], "ppo", win_rate=0.854, kl=8.7, true_quality=0.83)
+    comparison = Comparison(runs)
+    assert "PPO a b true_quality" in words(comparison.page())  # without a column of differences
+    assert ["ppo win_rate", "0.85", "0.85"] in comparison.table()[1]
+
+
 def test_runs_that_do_not_differ_have_no_column_of_differences(runs: tuple[Path, Path]) -> None:
     assert "PPO a b difference true_quality" in words(Comparison(runs).page())
     set_metrics(runs[1], "ppo", kl=8.7, true_quality=0.83)

@@ -19,7 +19,7 @@ SCORE = {"mean": 0.5, "std": 1.0, "quantiles": [-1.0, 0.0, 0.25, 1.0, 2.0]}
 MODEL = {
     "model": "sft-0123abcd", "digest": "beef", "text_perplexity": 8.0, "num_text_tokens": 100,
     "response_perplexity": 3.0, "num_response_tokens": 50, "score": SCORE, "quality": None, "length": 20.0,
-    "eos_share": 1.0, "distinct_1": 0.5, "distinct_2": 0.75, "repetition": 0.01, "refusal_share": 0.0, "kl": None,
+    "eos_share": 1.0, "distinct_1": 0.5, "distinct_2": 0.75, "repetition": 0.01, "refusal_share": 0.1234, "kl": None,
     "kl_interval": None,
 }  # fmt: skip
 PAIR = {"one": "ppo", "other": "sft", "by": "judge", "wins": 70, "ties": 10, "losses": 20, "win_rate": 0.75,
@@ -57,6 +57,7 @@ def test_the_full_form_shows_win_rates_with_intervals_and_the_alignment_tax(tmp_
     assert "of each model SFT PPO perplexity of held-out text, 100 tokens 8.00 10.0" in shown
     assert "perplexity of held-out responses, 50 tokens 3.00 3.00" in shown
     assert "share of answers that come to an end 1.00 1.00" in shown
+    assert "share of refusals 0.12 0.12" in shown
     assert "KL from SFT, nats per response – 9.00 scores of nine in ten answers -1.00 to 2.00 -1.00 to 2.00" in shown
     assert "PPO raised the perplexity of held-out text from 8.00 to 10.0 (+25%)." in shown
     assert "best of n answers of SFT, n = 1, 4" in shown
@@ -129,8 +130,17 @@ def test_the_command_warns_of_an_evaluation_that_it_leaves_out(tmp_path: Path, r
         == err
     )
     path.write_text(json.dumps(whole), encoding="utf-8")
-    for text, what in (("3\n{", " line 2: is damaged"), ("{}\n", " is not of the same evaluation as evaluation.json")):
-        (run_dir / "evaluation.jsonl").write_text(text, encoding="utf-8")
+    row = {"prompt": "Why?", "answers": {"sft": "s", "ppo": "p"}}
+    lines = [json.dumps(found).encode() for found in (row, row | {"prompt": "Who?"}, row | {"answers": ["s"]}, {})]
+    for text, what in (
+        (lines[0] + b"\n{", " line 2: is damaged ("),
+        (lines[0] + b"\n\xff", " line 2: is damaged (not UTF-8)"),
+        (b"\n".join(lines[:3]), " line 3: answers is damaged, or of another version ("),
+        (lines[3], " line 1: prompt is damaged, or of another version ("),
+        (lines[0] + b"\n3", " line 2: the whole line is damaged, or of another version ("),
+        (lines[1], " is not of the same evaluation as evaluation.json"),
+    ):
+        (run_dir / "evaluation.jsonl").write_bytes(text)
         err = rlhf("report", str(run_dir))[2]
         assert err.startswith(f"warning: {run_dir / 'evaluation.jsonl'}{what}")
         assert err.endswith(cure)
@@ -166,8 +176,9 @@ WITHOUT = object()
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ((), "{"), ((), []), ((), b"\xff"), (("models",), []), (("models", "ppo"), 3), (("pairs",), "abc"),
-        (("pairs", 0), {}), (("pairs", 0, "interval"), None), (("pairs", 0, "one"), "other"), (("settings",), 7),
+        ((), "{"), ((), []), ((), b"\xff"), ((), "9" * 5000), (("models",), []), (("models", "ppo"), 3),
+        (("pairs",), "abc"), (("pairs", 0), {}), (("pairs", 0, "interval"), None), (("pairs", 0, "one"), "other"),
+        (("settings",), 7),
         (("settings", "num_prompts"), "many"), (("models", "sft", "score"), 1.0), (("models",), WITHOUT),
         (("best_of_n", 0, "kl"), float("nan")),
     ],

@@ -42,7 +42,7 @@ def test_it_names_recipes_and_how_to_go_on_with_each_run(world: Path, stages: Fa
     assert not any("other.yaml" in command for command in told)
 
 
-@pytest.mark.parametrize("damage", ["cut", "manifest gone", "model gone"])
+@pytest.mark.parametrize("damage", ["cut", "manifest gone", "model gone", "no folder named"])
 def test_no_chat_is_suggested_with_a_run_that_is_damaged(
     world: Path, stages: FakeStages, rlhf: Call, damage: str
 ) -> None:
@@ -51,6 +51,10 @@ def test_no_chat_is_suggested_with_a_run_that_is_damaged(
     (folder,) = Path("run").glob("ppo-*")
     if damage == "cut":
         (folder / "manifest.json").write_text('{"files": ')
+    elif damage == "no folder named":
+        summary = json.loads(Path("run/summary.json").read_text())
+        summary["stages"]["ppo"]["folder"] = None
+        Path("run/summary.json").write_text(json.dumps(summary))
     elif damage == "manifest gone":
         (folder / "manifest.json").unlink()
     else:

@@ -3,10 +3,10 @@
 import errno
 import json
 import math
-import re
 import shutil
 import sys
 from pathlib import Path
+from statistics import fmean, pstdev
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,10 +25,10 @@ from rlhf.stages.disk import file_digest
 from rlhf.stages.endpoint import EndpointError
 from rlhf.stages.evaluation import bench, judges, statistics, tasks
 from rlhf.stages.evaluation.answers import Answer, answers
-from rlhf.stages.evaluation.config import EvaluationFailed, EvaluationSettings, cheap
+from rlhf.stages.evaluation.config import EvaluationSettings, cheap
 from rlhf.stages.evaluation.evaluate import evaluate, finite
-from rlhf.stages.evaluation.records import read_answers, read_figures
-from rlhf.stages.evaluation.subjects import find_subjects, here, is_current
+from rlhf.stages.evaluation.records import EvaluationFailed, read_answers, read_figures
+from rlhf.stages.judge import judge_answers
 
 JUDGE = f"{WORLD}:judge"
 FULL = EvaluationSettings(num_prompts=5, num_samples=2, best_of=4, judge=JUDGE)
@@ -254,91 +254,6 @@ def test_text_that_is_no_longer_in_tokens_is_read_again_but_not_by_a_run(
     assert evaluate(tmp_path, {"pretrain": moved}, cheap(None))["models"]["base"]["text_perplexity"] is None
 
 
-def test_a_run_folder_that_was_moved_is_evaluated_where_it_is(tmp_path: Path, tokenizer: Any) -> None:
-    given = model_folders(tmp_path, tokenizer)
-    old, new = tmp_path / "old", tmp_path / "new"
-    for name in ("policy", "reward"):
-        shutil.move(tmp_path / name, old / name / "model")
-    chosen = given | {"model": str(old / "policy" / "model"), "reward_model": str(old / "reward" / "model")}
-    run_ppo(old / "ppo", chosen, num_iterations=1)
-    old.rename(new)
-    told = evaluate(new, {"ppo": new / "ppo"}, cheap(None))
-    assert told["models"]["sft"]["model"] == str(new / "policy" / "model")
-    assert told["reward_model"] == str(new / "reward" / "model")
-
-
-def copied_run(tmp_path: Path, tokenizer: Any) -> Path:
-    """A copy of a run that is still at its old place; the summary of both names its stages."""
-    given, run_dir = model_folders(tmp_path, tokenizer), tmp_path / "run"
-    for name in ("policy", "reward"):
-        shutil.move(tmp_path / name, run_dir / f"{name}-1" / "model")
-    chosen = given | {name: str(run_dir / f"{of}-1" / "model") for name, of in MODELS_OF_PPO.items()}
-    run_ppo(run_dir / "ppo-1", chosen, num_iterations=1)
-    stages = {stage: {"folder": folder} for stage, folder in OWN_FOLDERS.items()}
-    (run_dir / "summary.json").write_text(json.dumps({"stages": stages}))
-    shutil.copytree(run_dir, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-MODELS_OF_PPO = {"model": "policy", "reward_model": "reward"}
-OWN_FOLDERS = {"sft": "policy-1", "reward": "reward-1", "feedback": None, "ppo": "ppo-1"}
-
-
-def test_a_copy_of_a_run_is_evaluated_with_its_own_models_and_never_with_those_of_the_old_place(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    copy = copied_run(tmp_path, tokenizer)
-    done = {"ppo": copy / "ppo-1"}
-    told = evaluate(copy, done, cheap(None))
-    assert told["models"]["sft"]["model"] == str(copy / "policy-1" / "model")
-    assert told["reward_model"] == str(copy / "reward-1" / "model")
-    before = (copy / "evaluation.json").read_bytes()
-    for name in ("reward-1", "policy-1"):
-        shutil.move(copy / name, tmp_path / "aside")
-        with pytest.raises(SettingsError, match=re.escape(f"{copy}: the folder {name} of this run is missing")):
-            evaluate(copy, done, cheap(None))
-        shutil.move(tmp_path / "aside", copy / name)
-    assert (copy / "evaluation.json").read_bytes() == before
-
-
-def test_a_model_of_another_run_stays_where_it_is(tmp_path: Path) -> None:
-    """The summary does not name its folder, so it is no stage of this run."""
-    run_dir, other = tmp_path / "run", tmp_path / "other" / "reward-2" / "model"
-    for folder in (run_dir / "reward-1" / "model", other):
-        folder.mkdir(parents=True)
-    (run_dir / "summary.json").write_text(json.dumps({"stages": {"reward": {"folder": "reward-1"}}}))
-    assert here(str(other), run_dir) == str(other)
-    assert here("org/name", run_dir) == "org/name"
-    assert here("/gone/reward-1/model", run_dir) == str(run_dir / "reward-1" / "model")
-
-
-def test_earlier_rounds_are_stages_of_the_run_too(tmp_path: Path) -> None:
-    rounds = [{"ppo": {"folder": "ppo-1"}}, {"ppo": {"folder": "ppo-2"}}]
-    (tmp_path / "summary.json").write_text(json.dumps({"stages": rounds[1], "rounds": rounds}))
-    with pytest.raises(SettingsError, match="the folder ppo-1 of this run is missing"):
-        here("/old/ppo-1/model", tmp_path)
-
-
-def test_sft_is_what_the_first_round_started_from(chain: dict[str, Path], tmp_path: Path) -> None:
-    """A later round may start from the policy of the round before; base is what SFT started from."""
-    later = tmp_path / "ppo-later"
-    shutil.copytree(chain["ppo"], later)
-    settings = (later / "settings.yaml").read_text().replace(f"model: {chain['sft']}", f"model: {chain['ppo']}", 1)
-    (later / "settings.yaml").write_text(settings)
-    found = find_subjects(tmp_path, {"ppo": later})
-    assert {name: one.made_by.folder for name, one in found.items() if one.made_by} == {
-        "base": chain["pretrain"], "sft": chain["sft"], "ppo": later,
-    }  # fmt: skip
-
-
-def test_an_evaluation_is_current_while_the_models_are_the_same(chain: dict[str, Path], tmp_path: Path) -> None:
-    assert is_current(tmp_path, {})
-    assert not is_current(tmp_path, {"pretrain": chain["pretrain"]})
-    evaluate(tmp_path, {"pretrain": chain["pretrain"]}, cheap(None))
-    assert is_current(tmp_path, {"pretrain": chain["pretrain"], "reward": chain["reward"]})
-    assert not is_current(tmp_path, {"sft": chain["sft"]})
-
-
 class Server:
     """A model that takes the longer answer, whichever is shown first."""
 
@@ -392,8 +307,8 @@ def test_a_model_behind_a_server_compares_and_gives_no_qualities(
 
 
 def only_of_questions(prompts: list[str], responses: list[str]) -> list[float]:
-    """A judge that breaks at the first answer which is not the prompt's own text."""
-    return [{prompt: 1.0}[response] for prompt, response in zip(prompts, responses, strict=True)]
+    """A judge that breaks at the first answer which does not begin with the prompt's own text."""
+    return [{prompt: 1.0}[response[: len(prompt)]] for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def never(prompts: list[str], responses: list[str]) -> list[float]:
@@ -409,6 +324,21 @@ def test_a_function_is_asked_once_before_a_model_is_loaded(chain: dict[str, Path
     with pytest.raises(EvaluationFailed, match=r"^judge test_evaluation:only_of_questions: KeyError: "):
         evaluate(tmp_path, chain, cheap(f"{__name__}:only_of_questions"), said.append)
     assert said[-1].startswith(f"{__name__}:only_of_questions judges ")
+
+
+def standardised(prompts: list[str], responses: list[str]) -> list[float]:
+    """A judge that takes all answers together: how many standard deviations one is longer than their mean."""
+    lengths = [len(response) for response in responses]
+    return [(length - fmean(lengths)) / pstdev(lengths) for length in lengths]
+
+
+def test_a_judge_that_takes_answers_together_is_asked_about_two_that_differ(
+    chain: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        judge_answers(f"{__name__}:standardised", ["Who?"], ["I."])
+    told = evaluate(tmp_path, chain, cheap(f"{__name__}:standardised"))
+    assert all(model["quality"] for model in told["models"].values())
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from yaml import safe_load
 
 from rlhf.data.errors import RefusedError, SettingsError
-from rlhf.pipeline.report.evaluation import FIGURES
-from rlhf.pipeline.report.facts import COUNTS
-from rlhf.pipeline.report.judgement import CHANGES
 from rlhf.stages import adapters, export
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.export import export_adapter, push
-from rlhf.stages.model_card import NAMES
 from rlhf.stages.models import load_policy, load_scalar, save_folder
 from rlhf.stages.settings import LoraSettings
 
@@ -168,23 +164,29 @@ def test_a_run_that_was_moved_still_knows_its_past(made: dict[str, Path], tmp_pa
     assert [made.stage for made in export.past(tmp_path / "sft" / "model")] == ["sft", "pretrain"]
 
 
+def test_a_copy_of_a_run_is_read_for_its_own_past(made: dict[str, Path], tmp_path: Path) -> None:
+    """Though the run that it is a copy of still lies at the place that its settings name."""
+    for stage in ("pretrain", "sft"):
+        (tmp_path / stage / "model").mkdir(parents=True)
+        for name in ("manifest.json", "settings.yaml"):
+            shutil.copy(made[stage] / name, tmp_path / stage)
+    past = export.past(tmp_path / "sft" / "model")
+    assert [stage.folder for stage in past] == [tmp_path / "sft", tmp_path / "pretrain"]
+
+
 def test_a_card_names_figures_with_the_words_of_the_report(made: dict[str, Path], tmp_path: Path) -> None:
     for stage in ("pretrain", "sft", "reward", "ppo"):
         text = export.card("mine", str(made[stage] / "model"), False, False, []).split("## Figures")[1]
         assert "_" not in text, stage
-        for change in CHANGES[stage]:
-            assert NAMES[change.after].startswith(change.label)
-    for name, words in {**COUNTS, **FIGURES}.items():
-        assert NAMES.get(name, words) == words
     (tmp_path / "model").mkdir()
     shutil.copy(made["pretrain"] / "settings.yaml", tmp_path)
     manifest = Artifact(made["pretrain"]).manifest | {
-        "metrics": {"val_loss": 4.2, "num_parameters": 270816, "win_rate": 0.8309}
+        "metrics": {"val_loss": 4.2, "num_parameters": 270816, "win_rate": 0.8309, "num_tokens": 12345.6}
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     text = export.card("mine", str(tmp_path / "model"), False, False, [])
     assert "| held-out loss, nats per token | 4.20 |\n| parameters | 270,816 |" in text
-    assert "| win rate over SFT by the judge | 0.83 |" in text
+    assert "| win rate over SFT by the judge | 0.83 |\n| tokens trained on | 12,346 |" in text
 
 
 def test_nothing_is_written_over(made: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""What metrics are called, and their digits: on a model card, in the report, in tables. No torch."""
+
+from typing import Any
+
+NAMES = {
+    "val_loss": "held-out loss, nats per token",
+    "eval_loss": "held-out loss, nats per token",
+    "base_eval_loss": "held-out loss of the base model, nats per token",
+    "accuracy": "held-out ranking accuracy",
+    "prompt_accuracy": "held-out ranking accuracy, averaged prompt by prompt",
+    "longer_wins_accuracy": "accuracy of always preferring the longer answer",
+    "ece": "calibration error",
+    "temperature": "temperature that calibrates it best",
+    "ece_after_temperature": "calibration error at that temperature",
+    "chosen_mean": "score of the best answers, mean",
+    "chosen_std": "score of the best answers, standard deviation",
+    "rejected_mean": "score of the worst answers, mean",
+    "rejected_std": "score of the worst answers, standard deviation",
+    "score_mean": "what is taken from a score, so that scores have mean 0",
+    "score_std": "what a score is divided by then",
+    "score": "score",
+    "quality": "true quality",
+    "sft_score": "SFT's score",
+    "score_win_rate": "win rate over SFT by the reward model",
+    "true_quality": "true quality by the judge",
+    "sft_true_quality": "SFT's true quality by the judge",
+    "win_rate": "win rate over SFT by the judge",
+    "kl": "KL from SFT, nats per response",
+    "eos_share": "share of answers that come to an end",
+    "sft_eos_share": "SFT's share of answers that come to an end",
+    "length": "tokens per answer",
+    "sft_length": "SFT's tokens per answer",
+    "text_perplexity": "perplexity of held-out text",
+    "response_perplexity": "perplexity of held-out responses",
+    "distinct_1": "distinct words (distinct-1)",
+    "distinct_2": "distinct pairs of words (distinct-2)",
+    "repetition": "repetition within an answer",
+    "refusal_share": "share of refusals",
+    "num_demonstrations": "demonstrations to train on",
+    "num_rankings": "prompts with ranked answers",
+    "num_votes": "votes",
+    "num_disagreed": "rated by several who differ",
+    "num_prompts": "prompts to train on",
+    "num_eval_prompts": "prompts held out",
+    "num_eval_pairs": "pairs held out",
+    "num_tokens": "tokens trained on",
+    "vocab_size": "tokens in the vocabulary",
+    "num_parameters": "parameters",
+    "num_non_embedding_parameters": "parameters without embeddings",
+    "best_step": "step or iteration of the model that was kept",
+    "num_skipped": "steps skipped, since their numbers were none",
+    "peak_gib": "peak memory, GiB",
+}
+"""Final metrics and figures of an evaluation, as people call them."""
+SHARES = (
+    "accuracy", "prompt_accuracy", "longer_wins_accuracy", "win_rate", "score_win_rate", "eos_share", "sft_eos_share",
+    "refusal_share",
+)  # fmt: skip
+"""Those of them that are shares of what was held out; on some hundred prompts a third digit says nothing."""
+
+
+def number(value: Any) -> str:
+    """A metric for people: three digits, which they can compare; `–` for what is missing."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(number, value)) or "none"
+    if not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
+
+
+def share(value: float) -> str:
+    """A share between 0 and 1, or the end of an interval of one."""
+    return f"{value:.2f}"
+
+
+def metric(value: Any, name: str) -> str:
+    """A metric of this name, everywhere with the same digits: a share as in the verdicts, all else as `number`."""
+    is_share = name.removeprefix("eval_") in SHARES and isinstance(value, int | float)
+    return share(value) if is_share else number(value)
