@@ -19,6 +19,7 @@ from rlhf.data.sources import Source
 
 BATCH = 500  # examples measured at once
 NUM_SAMPLES = 3
+SAMPLE_ANSWERS = 10  # of a ranking
 SAMPLE_HEAD, SAMPLE_TAIL = 160, 60  # characters of a text that a sample shows
 NOTHING_LEFT = "nothing usable is left"
 
@@ -206,13 +207,17 @@ def _texts(example: Any) -> list[str]:
 
 
 def _sample(number: int, example: Any) -> dict[str, Any]:
-    """An example as it was read, long texts without their middle."""
+    """An example as it was read, long texts without their middle, many answers without the last (`more_answers`)."""
     row: dict[str, Any] = {} if isinstance(example, Prompt) else own_row(example)
     if not isinstance(example, str):
         row["prompt"] = prompt_text(_prompt(example))
     for name, value in row.items():
-        row[name] = [_cut(v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else _cut(value)
-    return {"row": number} | row
+        if isinstance(value, list):
+            row[name] = [_cut(v) if isinstance(v, str) else v for v in value[:SAMPLE_ANSWERS]]
+        else:
+            row[name] = _cut(value)
+    more = len(_responses(example)) - SAMPLE_ANSWERS
+    return {"row": number} | row | ({"more_answers": more} if more > 0 else {})
 
 
 def _cut(text: str) -> str:

@@ -3,8 +3,9 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from rlhf.data.messages import Messages, Unusable, with_tools
@@ -76,8 +77,10 @@ def ranked(
 def by_score(prompt: Messages, responses: list[str], scores: Sequence[Any], source: Any = "") -> Ranking:
     """A ranking by numbers of which higher is better; equal numbers are ties. Raises Unusable as `ranked`."""
     numbers = [number(score, "score") for score in scores]
-    higher = [float(1 + sum(other > score for other in numbers)) for score in numbers]
-    return ranked(prompt, responses, higher, numbers, source)
+    rank_of: dict[float, float] = {}
+    for place, score in enumerate(sorted(numbers, reverse=True), start=1):
+        rank_of.setdefault(score, float(place))
+    return ranked(prompt, responses, [rank_of[score] for score in numbers], numbers, source)
 
 
 def by_votes(prompt: Messages, responses: list[str], votes: Sequence[int | None], source: Any = "") -> Ranking:
@@ -102,6 +105,14 @@ def number(value: Any, name: str) -> float:
     if not math.isfinite(found):
         raise Unusable(reason, f": {value!r}")
     return found
+
+
+def mean(numbers: Iterable[float], name: str) -> float:
+    """The mean of finite numbers. Raises Unusable where their sum is none."""
+    try:
+        return fmean(numbers)
+    except OverflowError:
+        raise Unusable(f"a {name} is not a finite number", ": a mean of several is too large") from None
 
 
 def _decimal_point(text: str) -> str:

@@ -20,6 +20,7 @@ from rlhf.data.errors import DataError, SettingsError
 
 KNOWN_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 DOCUMENTS = (".txt", ".md", "")  # each file is one text
+TABLES = (".csv", ".tsv")  # the names of their columns are their first line
 PACKED = (".gz", ".zst")
 WORKBOOKS = (".xlsx", ".xls", ".ods")
 SEPARATORS = (",", ";", "\t")  # of tables: a semicolon where a comma is part of numbers

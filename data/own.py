@@ -1,10 +1,12 @@
 """The toolkit's own shapes of rows, by the names of their columns, and how a row of each is read."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rlhf.data.columns import COLUMNS_FOUND, columns_found, find
 from rlhf.data.examples import Demonstration, Prompt, Ranking, ranked
+from rlhf.data.files import TABLES, suffixes
 from rlhf.data.messages import (
     Messages,
     Unusable,
@@ -31,6 +33,7 @@ NEEDS = {
     ),
     "prompts": "prompt, or messages",
 }
+NO_PROMPT = "no prompt"  # why a row cannot be used that has no column of ours
 # What a source's `map` can name.
 COLUMNS = (
     "text",
@@ -87,7 +90,7 @@ def _parse_prompt(row: Row, source: Source) -> tuple[str, Prompt]:
         return "prompt", Prompt(as_prompt(columns["prompt"]), columns)
     if "chosen" in columns:
         return "chosen, rejected", Prompt(_answered(columns["chosen"], "chosen")[0], columns)
-    raise Unusable("no prompt", columns_found(columns))
+    raise Unusable(NO_PROMPT, columns_found(columns))
 
 
 def _parse_demonstration(row: Row, source: Source) -> tuple[str, Demonstration]:
@@ -98,7 +101,7 @@ def _parse_demonstration(row: Row, source: Source) -> tuple[str, Demonstration]:
         name = _first_of(columns, "response", "completion")
         prompt = as_prompt(columns["prompt"])
         return f"prompt, {name}", Demonstration(prompt, _response(columns, name, prompt))
-    raise Unusable("no prompt", columns_found(columns))
+    raise Unusable(NO_PROMPT, columns_found(columns))
 
 
 def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
@@ -124,7 +127,7 @@ def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
         responses = [chosen, rejected]
         strengths = _strengths(columns.get("strengths"), 2)
     else:
-        raise Unusable("no prompt", columns_found(columns))
+        raise Unusable(NO_PROMPT, columns_found(columns))
     return shape, ranked(prompt, responses, ranks, strengths, columns.get("source", ""))
 
 
@@ -141,8 +144,15 @@ def cure(source: Source, kind: str, why: str) -> str:
     if COLUMNS_FOUND not in why or source.map or source.format is not None:
         return ""
     if kind == "text":
-        return "; name the one that holds the text: column: YOURS"
-    return f"; {kind} need {NEEDS[kind]}; name yours with map: {{prompt: YOURS}}"
+        return f"; name the one that holds the text: column: YOURS{no_header(source.path)}"
+    missing = no_header(source.path) if why.startswith(NO_PROMPT) else ""
+    return f"; {kind} need {NEEDS[kind]}; name yours with map: {{prompt: YOURS}}{missing}"
+
+
+def no_header(path: str) -> str:
+    """A question that an error about unknown columns of a table ends with."""
+    is_table = suffixes(Path(path))[0] in TABLES
+    return "; or is the line with the names of the columns missing?" if is_table else ""
 
 
 def _prefers_messages(columns: dict[str, Any]) -> bool:

@@ -16,12 +16,24 @@ PLAIN, DOCUMENT = "plain text where a row with columns is needed", "a text file 
 
 @dataclass
 class Dropped:
-    """How many rows one reason cost, and the numbers of the first few."""
+    """How many rows one reason cost (or one remark is about), and the numbers of the first few."""
 
     count: int = 0
     rows: list[int] = field(default_factory=list)
     detail: str = ""
     """What the first of them adds to the reason."""
+
+    def add(self, row: int) -> None:
+        """Count one more."""
+        self.count += 1
+        if self.count <= FIRST_FEW:
+            self.rows.append(row)
+
+    @property
+    def where(self) -> str:
+        """Their rows: (rows 1, 2, …)."""
+        more = ", …" if self.count > len(self.rows) else ""
+        return f"(row{'s' if self.count > 1 else ''} {', '.join(map(str, self.rows))}{more})"
 
 
 @dataclass
@@ -59,9 +71,7 @@ class Report:
         """One line: kept n of m, with reasons and first row numbers."""
         parts = [f"kept {self.kept} of {self.rows} rows"]
         for reason, drop in self.dropped.items():
-            more = ", …" if drop.count > len(drop.rows) else ""
-            rows = ", ".join(map(str, drop.rows))
-            parts.append(f"{drop.count} × {reason} (row{'s' if drop.count > 1 else ''} {rows}{more})")
+            parts.append(f"{drop.count} × {reason} {drop.where}")
         return "; ".join(parts)
 
     def drop(self, number: int, unusable: Unusable) -> None:
@@ -73,8 +83,5 @@ class Report:
         self._count(self.parts, number, unusable)
 
     def _count(self, where: dict[str, Dropped], number: int, unusable: Unusable) -> None:
-        drop = where.setdefault(unusable.reason, Dropped(detail=unusable.detail))
-        drop.count += 1
-        if drop.count <= FIRST_FEW:
-            drop.rows.append(number)
+        where.setdefault(unusable.reason, Dropped(detail=unusable.detail)).add(number)
         self.dropped_ties += unusable.ties

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
+from itertools import combinations, islice
 from typing import Any, Generic, TypeVar
 
 from rlhf.data import formats
@@ -13,7 +13,7 @@ from rlhf.data.columns import columns_found, did_you_mean, find, names, plain, w
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Demonstration, Prompt, Ranking, told_of_tools
 from rlhf.data.files import DOCUMENTS, suffixes
-from rlhf.data.formats.ranked_answers import FORMATS as ONE_A_ROW
+from rlhf.data.formats.ranked_answers import ONE_A_ROW, is_unranked
 from rlhf.data.formats.unpaired import refuse_judged_bad
 from rlhf.data.messages import LISTS, Messages, Unusable, as_list, prompt_key, prompt_text
 from rlhf.data.own import COLUMNS, NEEDS, OWN, PARSERS, cure
@@ -110,6 +110,7 @@ def numbered(
     seen: set[str] = set()
     judged: formats.Format | None = None
     met: set[tuple[str, ...]] = set()  # columns of rows
+    opposed = Dropped()
 
     def refuse(example: Any) -> None:
         if isinstance(example, Unusable):
@@ -134,6 +135,8 @@ def numbered(
                     judged = judged or _judged(row)
             known = _format_of(row, source, kind)
             if known is None:
+                if not waiting.keys().isdisjoint(ONE_A_ROW):
+                    _refuse_unranked(row)
                 shape, found = PARSERS[kind](row, source)
             else:
                 assert isinstance(row, dict)
@@ -156,14 +159,25 @@ def numbered(
             shapes[shape] = None
             report.kept += 1
             for example in kept:
+                if _is_opposed(example):
+                    opposed.add(number)
                 yield number, example
     for known, rows in waiting.items():
-        yield from _read_together(known, rows, report, refuse, kind)
+        for number, example in _read_together(known, rows, report, refuse, kind):
+            if _is_opposed(example):
+                opposed.add(number)
+            yield number, example
     _check_map(source, columns)
     report.format = "; ".join(shapes)
     if judged is not None and report.kept:
         report.judged = f"each row has one answer and how good it is ({judged.name}): {_BAD_ONES_TOO}"
         report.warnings.append(report.judged)
+    if opposed.count:
+        one = opposed.count == 1
+        report.warnings.append(
+            f"{opposed.count} ranking{'s' * (not one)} {opposed.where} {'has' if one else 'have'} a lower score or "
+            "strength for an answer of better rank; ranks decide, and 1 is the best: do both mean the same?"
+        )
     if len(shapes) > 1:
         report.warnings.append(f"rows of {len(shapes)} shapes in one source: {report.format}")
 
@@ -177,7 +191,8 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
         return next((f for f in ONE_A_ROW if f.fits(row)), None) if one_a_row else None
     try:
         if kind == "prompts" and source.format is not None:
-            kind = next(f.kind for f in formats.formats() if f.name == source.format)
+            kinds = [f.kind for f in formats.formats() if f.name == source.format]
+            kind = kind if kind in kinds else kinds[0]
         known = formats.find(kind, row, OWN[kind], source.format)
         if known is None and kind == "prompts" and not any(_has(row, shape) for shape in OWN[kind]):
             found = (formats.find(other, row, OWN[other]) for other in _WITH_PROMPTS)
@@ -188,6 +203,12 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
             f"say which in the source: format: {' or '.join(error.names)}"
         ) from error
     return known
+
+
+def _refuse_unranked(row: Row) -> None:
+    """Refuse a row in a table of ranked answers that has an answer, but not the column with its rank."""
+    if isinstance(row, dict) and is_unranked(row) and not any(_has(row, shape) for shape in OWN["preferences"]):
+        raise Unusable("an answer without its rank or score", ": its row has no such column")
 
 
 def _judged(row: dict[str, Any]) -> formats.Format | None:
@@ -252,6 +273,17 @@ def _read_together(
         else:
             report.drop(number, why)
     report.kept += len(rows) - len(lost.keys() - kept)
+
+
+def _is_opposed(example: Any) -> bool:
+    """Whether the strengths of a ranking have another order than its ranks."""
+    if not isinstance(example, Ranking) or example.strengths is None:
+        return False
+    answers = zip(example.ranks, example.strengths, strict=True)
+    return any(
+        (rank - other_rank) * (strength - other) > 0
+        for (rank, strength), (other_rank, other) in combinations(answers, 2)
+    )
 
 
 def _has(row: dict[str, Any], shape: tuple[str, ...]) -> bool:

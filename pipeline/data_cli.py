@@ -30,7 +30,14 @@ FormatOption = Annotated[
     typer.Option("--format", metavar="NAME", help="The rows' format, where their columns leave a choice."),
 ]
 MaxDroppedOption = Annotated[float, typer.Option(min=0, max=1, help="Share of unusable rows to go on without.")]
-COUNTS = ("rows", "kept", "prompts", "pairs", "ties", "duplicates")
+_WITH_PROMPTS = ("rows", "kept", "prompts", "duplicates")
+COUNTS = {
+    "text": ("rows", "kept", "duplicates"),
+    "demonstrations": _WITH_PROMPTS,
+    "prompts": _WITH_PROMPTS,
+    "preferences": ("rows", "kept", "prompts", "pairs", "ties", "duplicates"),
+}
+"""What there is to count of each kind."""
 BAR = 40  # characters of the longest bar of a histogram
 
 
@@ -136,10 +143,11 @@ def _show(path: str, found: dict[str, Any], unit: str, against: str | None) -> N
     from rlhf.data.check import NOTHING_LEFT
 
     print(f"{path} as {found['kind']}" + (f" ({found['format']})" if found["format"] else ""))
+    counts = COUNTS[found["kind"]]
     if sys.stdout.isatty():
-        show_table(COUNTS, [[str(found[name]) for name in COUNTS]])
+        show_table(counts, [[str(found[name]) for name in counts]])
     else:
-        print("  ".join(f"{name} {found[name]}" for name in COUNTS))
+        print("  ".join(f"{name} {found[name]}" for name in counts))
     for name, title in (("dropped", "dropped"), ("parts", "left out of kept rows")):
         if found[name]:
             print()
@@ -150,28 +158,37 @@ def _show(path: str, found: dict[str, Any], unit: str, against: str | None) -> N
                     for why, drop in found[name].items()
                 ],
             )
-    print()
+    lines = []
     if found["longer_wins"] is not None:
-        print(f"the better answer is the longer one (in {unit}) in {found['longer_wins']:.1%} of pairs")
+        lines.append(f"the better answer is the longer one (in {unit}) in {found['longer_wins']:.1%} of pairs")
     opposed = found["contradictions"]
     if opposed["count"]:
         rows = "; ".join(f"{earlier} and {later}" for earlier, later in opposed["rows"])
         more = "; …" if opposed["count"] > len(opposed["rows"]) else ""
-        print(f"contradictions {opposed['count']}: the same two answers, ranked both ways (rows {rows}{more})")
+        lines.append(f"contradictions {opposed['count']}: the same two answers, ranked both ways (rows {rows}{more})")
     if (shared := found["shared_prompts"]) is not None:
-        print(f"prompts that {against} holds too {shared['count']} {_rows(shared['count'], shared['rows'])}".rstrip())
+        where = _rows(shared["count"], shared["rows"])
+        lines.append(f"prompts that {against} holds too {shared['count']} {where}".rstrip())
+    if found["lengths"]:
+        _show_block(lines)
+        lines = []
     for name, lengths in (found["lengths"] or {}).items():
         if name == "max_length":
             shares = f"{lengths['truncated']:.1%} would be truncated, {lengths['left_out']:.1%} left out"
-            print(f"max_length {lengths['tokens']}: {shares}")
+            lines.append(f"max_length {lengths['tokens']}: {shares}")
         else:
             _show_histogram(name, lengths)
-    for warning in found["warnings"]:
-        if not warning.startswith(NOTHING_LEFT):  # an error, which comes last
-            print(f"warning: {warning}")
+    # that nothing is left is an error, which comes last
+    lines += [f"warning: {warning}" for warning in found["warnings"] if not warning.startswith(NOTHING_LEFT)]
+    _show_block(lines)
     for sample in found["samples"]:
         print(f"\nas read, row {sample['row']}")
         _show_sample(sample)
+
+
+def _show_block(lines: list[str]) -> None:
+    if lines:
+        print("", *lines, sep="\n")
 
 
 def _show_histogram(name: str, lengths: dict[str, Any]) -> None:
@@ -180,7 +197,6 @@ def _show_histogram(name: str, lengths: dict[str, Any]) -> None:
     for bucket in lengths["buckets"]:
         bar = "█" * -(-BAR * bucket["count"] // most)  # rounded up: one is seen too
         print(f"  to {bucket['to']:>7} {bucket['count']:>9} {bar}".rstrip())
-    print()
 
 
 def _show_sample(sample: dict[str, Any]) -> None:
@@ -192,6 +208,8 @@ def _show_sample(sample: dict[str, Any]) -> None:
             for response, rank, strength in zip(value, ranks, strengths, strict=True):
                 said = f" (strength {strength})" if strength != "" else ""
                 print(f"  rank {rank}{said}: {json.dumps(response, ensure_ascii=False)}")
+            if more := sample.get("more_answers"):
+                print(f"  … and {more} more")
         elif isinstance(value, str):
             print(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
 

@@ -113,17 +113,19 @@ def evaluate(
     if not os.access(run_dir, os.W_OK):
         raise SettingsError(f"{run_dir}: cannot be written to, and the figures go there; evaluate a copy of it")
     given: dict[str, Any] = {"num_prompts": num_prompts, "num_samples": num_samples, "best_of": best_of}
-    given |= {"judge": judge or (None if endpoint else evaluation.judge_in(run_dir))}
+    given |= {"judge": judge}
+    by_recipe = evaluation.asked_in(run_dir)
     if endpoint is not None:
+        by_recipe["judge"] = None
         given |= {"judge_from": {"url": endpoint, "model": model, "key_variable": key_variable}}
     if tasks is not None:
         given |= {"tasks": tasks.split(","), "include_path": include_path and str(include_path)}
     base = cheap_form(None).model_dump() if cheap else {}
-    asked = EvaluationSettings.load(base | {name: value for name, value in given.items() if value is not None}, "eval")
+    options = {name: value for name, value in given.items() if value is not None}
+    asked = EvaluationSettings.load(base | by_recipe | options, "eval")
     entries = read_summary(run_dir)
     evaluation.refuse_missing_stages(run_dir, entries)
-    stream = sys.stderr if as_json else sys.stdout
-    with telling("loading", lambda text: print(text, file=stream, flush=True)) as tell:
+    with telling("starting", lambda text: print(text, file=sys.stderr, flush=True)) as tell:
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, entries), asked, tell)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))

@@ -62,10 +62,10 @@ def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, st
         done = finished(run_dir, entries)
         if is_current(run_dir, done):
             return False
-        asked = cheap(judge_of(recipe))
+        asked = cheap(None).model_copy(update=asked_by(recipe))
         with telling("evaluating what there is so far", say) as tell:
             if stays_in_process(recipe, stage):
-                evaluate(run_dir, done, asked, tell)
+                evaluate(run_dir, done, asked, lambda text: tell(f"evaluation, {text}"))
             else:
                 _in_a_process(run_dir, done, asked, lock)
     except Exception as error:
@@ -75,16 +75,19 @@ def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, st
     return True
 
 
-def judge_of(recipe: Recipe) -> str | None:
-    """The function that judges answers, by the last stage that has one."""
+def asked_by(recipe: Recipe) -> dict[str, Any]:
+    """What an evaluation takes from a recipe: the function that judges answers, by the last stage that has one, and how
+    ppo draws them."""
     sections = (recipe.ppo, recipe.reward, recipe)
-    return next((section.judge for section in sections if section is not None and section.judge), None)
+    judge = next((section.judge for section in sections if section is not None and section.judge), None)
+    drawn = recipe.ppo.model_dump(include={"max_new_tokens", "temperature"}) if recipe.ppo else {}
+    return {"judge": judge} | drawn
 
 
-def judge_in(run_dir: Path) -> str | None:
-    """That of the recipe that a run folder holds."""
+def asked_in(run_dir: Path) -> dict[str, Any]:
+    """The same of the recipe that a run folder holds."""
     recipe = run_dir / "recipe.yaml"
-    return judge_of(load_recipe(str(recipe))) if recipe.is_file() else None
+    return asked_by(load_recipe(str(recipe))) if recipe.is_file() else {}
 
 
 def _in_a_process(run_dir: Path, done: Mapping[str, Path], asked: EvaluationSettings, lock: int) -> None:

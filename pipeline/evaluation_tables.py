@@ -26,13 +26,12 @@ def show(found: Mapping[str, Any]) -> None:
         "repeated": _column(models, "repetition"),
         "refused": _column(models, "refusal_share"),
     }
-    kept = {title: cells for title, cells in columns.items() if set(cells.values()) != {number(None)}}
-    show_table(list(kept), [[cells[name] for cells in kept.values()] for name in models])
+    _show(list(columns), [[cells[name] for cells in columns.values()] for name in models])
     if told := _held_out(found):
         print(f"held out: {told}")
     if found["pairs"]:
         print()
-        show_table(
+        _show(
             ("better", "by", "wins", "ties", "losses", "win rate", "at equal length"),
             [
                 [
@@ -46,17 +45,38 @@ def show(found: Mapping[str, Any]) -> None:
         )  # fmt: skip
     if found["best_of_n"]:
         print()
-        show_table(
+        _show(
             ("best of", "KL", "score", "quality"),
             [
                 [str(row["n"]), number(row["kl"]), _with(row["score"], row["score_interval"]), number(row["quality"])]
                 for row in found["best_of_n"]
             ],
         )
+        if origin := _chosen_from(found["settings"]):
+            print(f"best of: {origin}")
     if found["tasks"]:
         print()
         rows = task_rows(found["tasks"], found["tasks"])
         show_table(("task", "metric", *found["tasks"]), [[row["task"], row["metric"], *row["cells"]] for row in rows])
+
+
+def _show(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table without the columns that would be empty."""
+    kept = [place for place in range(len(titles)) if {row[place] for row in rows} != {number(None)}]
+    show_table([titles[place] for place in kept], [[row[place] for place in kept] for row in rows])
+
+
+def _chosen_from(settings: Mapping[str, Any]) -> str | None:
+    """Which answers the best are of; None where that is not known. The figures of the models are of others."""
+    given, total = settings["num_samples"], settings["best_of"]
+    if not given or not total:
+        return None
+    if total <= given:
+        return f"the first {total} of the {given} answers of sft above to each prompt"
+    return (
+        f"{total} answers of sft to each prompt, the {given} above and {total - given} more; "
+        f"1 is the mean of all {total}"
+    )
 
 
 def _held_out(found: Mapping[str, Any]) -> str:

@@ -2,19 +2,21 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf.data.columns import COLUMNS_FOUND, columns_found, did_you_mean, find
 from rlhf.data.errors import SettingsError
-from rlhf.data.files import KNOWN_SUFFIXES, WORKBOOKS, folder_files, suffixes
-from rlhf.data.own import COLUMNS
+from rlhf.data.files import DOCUMENTS, KNOWN_SUFFIXES, WORKBOOKS, folder_files, suffixes
+from rlhf.data.own import COLUMNS, no_header
 from rlhf.data.recognise import Recognised, columns_of, recognise
+from rlhf.data.rows import read_text
 from rlhf.data.sources import Source, kind_of
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.pipeline.recipe_text import EVAL_SHARE, Chosen, recipe_text
+from rlhf.pipeline.recipe_text import EVAL_SHARE, Chosen, recipe_text, sections
 from rlhf.pipeline.schema import as_text
 from rlhf.stages.artifact import STAGES
 from rlhf.stages.disk import replace_text
@@ -28,6 +30,16 @@ _HELD_OUT = re.compile(r"(?:^|[._-])(?:test|eval|valid|validation|dev|held[_-]?o
 _NO_DATA = re.compile(r"readme|license|licence|requirements|constraints|changelog|notice", re.IGNORECASE)
 _MAP = re.compile(r"(?:(?P<file>.+?):)?(?P<name>[A-Za-z_]+)=(?P<column>.+)", re.DOTALL)
 _BY_WORTH = ("preferences", "demonstrations", "prompts", "text")  # what a map that several files share is tried for
+_OF_PROMPTS = re.compile(r"(?:^|[._-])(?:prompts?|questions?)(?:[._-]|$)", re.IGNORECASE)
+_BEGINNING = 10_000  # characters of a text that are looked at for questions
+_PROMPTS_AS_TEXT = (
+    "looks like prompts, but a text file is raw text to pretrain on; as prompts they need a table: a CSV file with the "
+    "header prompt, and one a row (if it is raw text, name it in pretrain.data)"
+)
+_NAME_THEM = (
+    "name the files to use (parts of one table as one folder; of two versions of it one alone: rows in both would "
+    "count twice)"
+)
 _FEW = 10  # held-out prompts, from which no figure can be told
 _FEWEST_CHARACTERS = 1000  # of raw text, for a few short blocks and one that is held out
 
@@ -61,7 +73,7 @@ class Written:
     files: list[tuple[str, str, str]]
     """(file, what it holds, where the recipe names it)."""
     left: dict[str, str]
-    """Files that nothing is done with, and stages that cannot run, each with why and the cure."""
+    """Files that nothing is done with, by reason, and stages that cannot run, each with why and the cure."""
     warnings: list[str]
 
 
@@ -92,9 +104,10 @@ def init(
     files = sort_files(read, tell, maps)
     files.left |= {path: f"looked at only where it is named: rlhf init {name} {path} …" for path in not_read}
     chosen, missing = choose(files, model, visible_gpus())
-    left = files.left | {stage: missing[stage] for stage in STAGES if stage in missing}
+    of_files = _together(files.left)
+    left = of_files | {stage: missing[stage] for stage in STAGES if stage in missing}
     if not chosen.data:
-        told = left if any(path not in files.left for path, _ in files.found()) else files.left
+        told = left if any(path not in files.left for path, _ in files.found()) else of_files
         if read and len(told) == 1:
             raise SettingsError("{}: {}".format(*next(iter(told.items()))))
         lines = "".join(f"\n{place}: {why}" for place, why in told.items())
@@ -103,7 +116,7 @@ def init(
         found = f"no stage can run from {', '.join(paths) or 'what lies here'}" if read else none
         raise SettingsError(f"{name}: {found}{lines}")
     stages = [stage for stage in STAGES if stage in chosen.data]
-    written = Written(recipe, stages, list(_uses(files, chosen, missing)), left, list(_warnings(chosen)))
+    written = Written(recipe, stages, list(_uses(files, chosen)), left, list(_warnings(chosen)))
     _write(recipe, recipe_text(chosen, left, SCHEMA))
     schema = recipe.with_name(SCHEMA)
     if not os.path.lexists(schema) or schema.is_file():
@@ -117,21 +130,26 @@ def sort_files(paths: Sequence[str], tell: Callable[[str], None], maps: Mapping[
     unused = {(file, *pair) for file, pairs in maps.items() for pair in pairs.items()}
     for path in paths:
         found = {}
-        for part in _parts(path):
+        parts = _parts(path)
+        for part in parts:
             tell(f"reading {part}")
             own = part if part in maps else path if path in maps else ""
             found[part] = recognise(part, maps[own]) if own else _recognise(part, maps.get("", {}))
             unused -= {(own, *pair) for pair in (maps[own] if own else found[part].map).items()}
+            if found[part].kind == "text" and not own and _are_prompts(Path(part)):
+                files.left[part] = _PROMPTS_AS_TEXT
+                del found[part]
         kinds = {one.kind for one in found.values()}
         same_map = len({tuple(sorted(one.map.items())) for one in found.values()}) == 1
-        if len(found) > 1 and len(kinds) == 1 and None not in kinds and same_map and not any(map(_is_held_out, found)):
+        alike = len(kinds) == 1 and None not in kinds and same_map and not any(map(_is_held_out, found))
+        if alike and len(found) == len(parts) > 1:
             found = {path: recognise(path, next(iter(found.values())).map)}  # all of the folder is one source
         for part, one in found.items():
             if one.kind is None:
                 files.left[part] = _cure(part, one)
             elif _is_held_out(part) and one.kind in files.held_out:
                 first = files.held_out[one.kind][0]
-                files.left[part] = f"held-out {one.kind} as in {first}, and a stage has one eval_data; join them"
+                files.left[part] = f"held-out {one.kind} as in {first}, and a stage has one eval_data; {_NAME_THEM}"
             elif _is_held_out(part):
                 files.held_out[one.kind] = (part, one)
             else:
@@ -246,6 +264,17 @@ def _is_held_out(path: str) -> bool:
     return _HELD_OUT.search(Path(path).name) is not None
 
 
+def _are_prompts(file: Path) -> bool:
+    """Whether a text file looks like a list of prompts: its name says so, or most lines at its beginning ask."""
+    if not file.is_file() or suffixes(file)[0] not in DOCUMENTS:
+        return False
+    if _OF_PROMPTS.search(file.name):
+        return True
+    [text] = read_text(Source(path=str(file))).rows
+    lines = [line.strip() for line in text[:_BEGINNING].splitlines() if line.strip()]
+    return len(lines) > 1 and sum(line.endswith("?") for line in lines) > len(lines) / 2
+
+
 def _cure(path: str, found: Recognised) -> str:
     """Why a file is of no kind, and what to do about it."""
     if found.ambiguous:
@@ -256,7 +285,8 @@ def _cure(path: str, found: Recognised) -> str:
     if len(kinds) == 1:  # it cannot be read at all
         return next(iter(kinds)).removeprefix(f"{path}: ")
     if all(COLUMNS_FOUND in why for why in kinds) and (columns := columns_of(path)):
-        return f"no columns that are known{columns_found(columns)}; say which is which: --map prompt={columns[0]} …"
+        named = f"--map prompt={shlex.quote(columns[0])} …"
+        return f"no columns that are known{columns_found(columns)}; say which is which: {named}{no_header(path)}"
     told = "; ".join(f"as {', '.join(of)}: {why}" for why, of in kinds.items())
     return f"nothing that can be used ({told})"
 
@@ -267,7 +297,7 @@ def _one_source(kind: str, files: Files) -> list[tuple[str, Recognised]]:
     if kind == "text":
         return sources
     for path, _ in sources[1:]:
-        files.left[path] = f"{kind} as in {sources[0][0]}, and a stage has one source; put them into one folder"
+        files.left[path] = f"{kind} as in {sources[0][0]}, and a stage has one source; {_NAME_THEM}"
     return sources[:1]
 
 
@@ -299,9 +329,19 @@ def _write(path: Path, text: str) -> None:
 
 
 def _warnings(chosen: Chosen) -> Iterator[str]:
-    """What reading the sources told, and which are so small that what is held out of them tells little."""
+    """What reading the sources told, which rows are gone on without, and of which sources too few are held out."""
     used = {path: one for sources in chosen.data.values() for path, one in sources}
     yield from (f"{path}: {warning}" for path, one in used.items() for warning in one.warnings)
+    allowed: dict[str, list[str]] = {}
+    for stage, (settings, _) in sections(chosen).items():
+        for path, one in chosen.read(stage):
+            if one.bad:
+                told = (
+                    f"{one.bad} of its {'' if one.whole else 'first '}{one.rows} rows cannot be used, {one.first_bad}"
+                )
+                allowed.setdefault(f"{path}: {told}", []).append(f"{stage}.max_dropped: {settings['max_dropped']}")
+    for told, settings_of in allowed.items():
+        yield f"{told}; with {' and '.join(settings_of)} the run goes on without them; better mend them and take it out"
     stages: dict[str, list[str]] = {}
     for stage, sources in chosen.data.items():
         path, one = sources[0]
@@ -315,7 +355,15 @@ def _warnings(chosen: Chosen) -> Iterator[str]:
         yield f"{' and '.join(of)}: of the {prompts} prompts of {path} {share}, {cure}"
 
 
-def _uses(files: Files, chosen: Chosen, missing: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _together(left: Mapping[str, str]) -> dict[str, str]:
+    """Why files are left out, each reason once: files → reason."""
+    files: dict[str, list[str]] = {}
+    for path, why in left.items():
+        files.setdefault(why, []).append(path)
+    return {", ".join(paths): why for why, paths in files.items()}
+
+
+def _uses(files: Files, chosen: Chosen) -> Iterator[tuple[str, str, str]]:
     for path, one in files.found():
         named = [f"{stage}.data" for stage, sources in chosen.data.items() if path in dict(sources)]
         named += [f"{stage}.eval_data" for stage, (held_out, _) in chosen.held_out.items() if held_out == path]
@@ -325,5 +373,5 @@ def _uses(files: Files, chosen: Chosen, missing: Mapping[str, str]) -> Iterator[
             bad += f", {one.examples} ranking{'s' * (one.examples != 1)}"
         if not named:
             stage = next(stage for stage, kind in KIND_OF.items() if kind == one.kind)
-            named = [f"not used: {files.left.get(path) or missing[stage]}"]
+            named = ["not used" if path in files.left else f"not used: {stage} is left out"]
         yield path, f"{one.kind}: {rows}{bad} ({one.format})", ", ".join(named)

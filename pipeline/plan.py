@@ -89,7 +89,7 @@ class Scope:
 
 
 def make_plan(recipe: Recipe, run_dir: Path, scope: Scope | None = None) -> list[Step]:
-    """A step per stage of the run. Reads digests of data and inputs, trains and writes nothing.
+    """A step per stage of the run. Takes digests of data and inputs, reads no rows, trains and writes nothing.
 
     Raises RefusedError for data or models that are not there.
     """
@@ -259,13 +259,15 @@ def _choose_attempt(settings: StageSettings, run_dir: Path, force: bool = False)
 
 
 def _how_far(folder: Path) -> str:
-    """Where an unfinished stage will go on, from its newest complete checkpoint."""
+    """How an unfinished stage ended, in the words of `rlhf status`, and where it goes on from its newest checkpoint."""
     if told := rated_now(folder):
         return f"waiting: {told['message']}"
     passed_over: list[str] = []
     checkpoint = newest_checkpoint(folder, passed_over=passed_over.append)
     skipped = "".join(f"; {text}" for text in passed_over)
+    told = stage_status(folder)
+    ended = {"stopped": "stopped", "failed": "failed", "refused": "failed"}.get(told.get("state", ""), "interrupted")
     if checkpoint is None:
-        return f"interrupted{skipped or ' before its first checkpoint'}; starts over"
-    steps = stage_status(folder).get("steps")
-    return f"interrupted{skipped}; goes on from step {checkpoint.step}" + (f" of {steps}" if steps else "")
+        return f"{ended}{skipped or ' before its first checkpoint'}; starts over"
+    steps = told.get("steps")
+    return f"{ended}{skipped}; goes on from step {checkpoint.step}" + (f" of {steps}" if steps else "")

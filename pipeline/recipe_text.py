@@ -19,6 +19,8 @@ MOST_EPOCHS = 10
 MOST_PASSES = 40
 """How often raw text is gone through at most. [Muennighoff et al. 2023: little is left to gain after some 16]"""
 EVAL_SHARE = 0.1
+ONE_ANSWER_A_ROW = ("ranked_answers", "scored_answers")
+"""Formats, whose rows the meaning of reward.data does not tell of."""
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", ".", "..")
 
@@ -34,6 +36,10 @@ class Chosen:
     start: str | None
     """The model that the first stage starts from; None where the recipe pretrains one."""
     gpus: int
+
+    def read(self, stage: str) -> list[tuple[str, Recognised]]:
+        """All sources that a stage reads."""
+        return [*self.data[stage], *([self.held_out[stage]] if stage in self.held_out else [])]
 
 
 def recipe_text(chosen: Chosen, left: Mapping[str, str], schema: str) -> str:
@@ -84,8 +90,7 @@ def sections(chosen: Chosen) -> dict[str, tuple[dict[str, Any], dict[str, str]]]
         settings["data"] = named[0] if len(named) == 1 else named
         if stage in chosen.held_out:
             settings["eval_data"] = _source(*chosen.held_out[stage])
-        read = [*sources, *([chosen.held_out[stage]] if stage in chosen.held_out else [])]
-        if bad := max(one.bad / one.rows for _, one in read):
+        if bad := max(one.bad / one.rows for _, one in chosen.read(stage)):
             settings["max_dropped"] = min(round(2 * bad + 0.005, 2), 0.99)
         one = sources[0][1]
         if stage == "pretrain":
@@ -97,6 +102,8 @@ def sections(chosen: Chosen) -> dict[str, tuple[dict[str, Any], dict[str, str]]]
             settings |= _ppo(small, scratch, prompts, reasons)
             settings |= {"max_prompt_length": prompt, "max_new_tokens": new}
         else:
+            if stage == "reward" and one.format in ONE_ANSWER_A_ROW:
+                reasons["data"] = "Here one answer a row, with its rank (1 is best) or its score (higher is better)."
             rows = max(round(share * one.examples), 1)
             settings |= _supervised(stage, small, scratch, rows, chosen.gpus, reasons)
             if not one.whole:

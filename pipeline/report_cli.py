@@ -63,6 +63,8 @@ def report(
         comparison = Comparison(run_dirs)
         write(out or COMPARISON, comparison.page())
     _warn([warning for run in comparison.runs for warning in run.warnings])
+    if equality := comparison.equality():
+        print(equality)
     show_table(*comparison.table())
     print(out or COMPARISON)
 

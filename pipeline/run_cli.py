@@ -109,7 +109,10 @@ def plan(
     to: ToOption = None,
     force: ForceOption = None,
 ) -> None:
-    """Say what `rlhf run` would do, and why."""
+    """Say what `rlhf run` would do, and why.
+
+    Data are hashed, and their rows not read: `rlhf run` does that before it trains, `rlhf data check` at once.
+    """
     from rlhf.pipeline.plan import Scope, make_plan
     from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.recipe import load_recipe
@@ -127,6 +130,8 @@ def plan(
     for where, name in models.items():
         if not Path(name).is_dir():
             print(f"{where}: no folder {name} here, so it is a hub id; `rlhf run` asks the hub before it trains")
+    if any(step.action in ("run", "resume") for step in steps):
+        print("rows were not read: `rlhf run` does so before it trains, `rlhf data check PATH --as KIND` at once")
     print(f"run folder: {folder}")
 
 
@@ -135,13 +140,15 @@ def status(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     """Show how far a run is."""
     import json
 
-    from rlhf.pipeline.summary import nested, run_status
+    from rlhf.pipeline.summary import missing_folders, nested, run_status
 
     stages = run_status(run_dir)
     if as_json:
         print(json.dumps(nested(stages), indent=1))
     else:
         _stage_table(stages)
+        for told in missing_folders(stages):
+            print(f"warning: {told}")
 
 
 @run_app.command()

@@ -9,7 +9,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.data.feedback.store import Store
 from rlhf.data.feedback.target import missing, rated
 from rlhf.pipeline.lock import in_use
-from rlhf.stages.artifact import STEPS, STORE, read_settings
+from rlhf.stages.artifact import STEPS, STORE, Artifact, read_settings
 from rlhf.stages.disk import replace_text
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.feedback.stores import gone_on
@@ -92,7 +92,8 @@ def stage_status(folder: Path) -> dict[str, Any]:
 
 
 def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """summary.json, with step and steps of stages under way; 'interrupted' for one whose process is gone."""
+    """summary.json, with step, steps and message of stages under way; 'interrupted' for one whose process is gone. A
+    finished one has a message where its folder is not, or not whole, in the run any more."""
     if not run_dir.is_dir() or not (run_dir / "summary.json").is_file():
         raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
     stages: dict[str, dict[str, Any]] = {}
@@ -100,12 +101,21 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
         stages[stage] = asdict(entry)
         if entry.status == "running" and not in_use(run_dir):
             stages[stage]["status"] = "interrupted"
-        if entry.folder and entry.status != "done":
+        if entry.folder and entry.status == "done" and not Artifact(run_dir / entry.folder).sealed:
+            from rlhf.stages.evaluation.subjects import missing_stage
+
+            stages[stage]["message"] = str(missing_stage(run_dir, entry.folder))
+        elif entry.folder and entry.status != "done":
             told = stage_status(run_dir / entry.folder) | rated_now(run_dir / entry.folder)
             if stages[stage]["status"] == "interrupted" and told.get("state") == "stopped":
                 stages[stage]["status"] = "stopped"  # the stage ended the process that it shared with the run
             stages[stage] |= {name: told.get(name) for name in ("step", "steps", "message")}
     return stages
+
+
+def missing_folders(stages: dict[str, dict[str, Any]]) -> list[str]:
+    """What `run_status` says of finished stages whose folders are missing, in a line each."""
+    return [entry["message"] for entry in stages.values() if entry["status"] == "done" and "message" in entry]
 
 
 def rated_now(folder: Path) -> dict[str, Any]:
@@ -125,13 +135,14 @@ def rated_elsewhere(folder: Path) -> bool:
 
 
 def outcome(entry: dict[str, Any]) -> str:
-    """The status of a stage in `run_status`, with what its final metrics say against it."""
+    """The status of a stage in `run_status`, with what is missing, and what its final metrics say against it."""
     against = [
         words
         for name, words in (("over_optimised", "over-optimised"), ("gates_failed", "gate failed"))
         if entry["metrics"].get(name)
     ]
-    return ", ".join([entry["status"], *against])
+    missing = ["folder missing"] if entry["status"] == "done" and "message" in entry else []
+    return ", ".join([entry["status"], *missing, *against])
 
 
 def headline(stage: str, metrics: dict[str, Any]) -> str:

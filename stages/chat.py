@@ -66,11 +66,12 @@ class Streamed(BaseStreamer):
 
 
 class Speaker:
-    """A model that answers."""
+    """A model that answers, under a name."""
 
-    def __init__(self, reference: str, temperature: float, max_new_tokens: int, device: torch.device) -> None:
-        folder = Path(reference)
-        self.name = folder.absolute().parent.name if folder.is_dir() and folder.name == "model" else reference
+    def __init__(
+        self, name: str, reference: str, temperature: float, max_new_tokens: int, device: torch.device
+    ) -> None:
+        self.name = name
         self.tokenizer = load_tokenizer(reference)
         model = load_policy(reference, self.tokenizer, half(device))
         self.model = model.eval().to(device)
@@ -89,6 +90,15 @@ class Speaker:
         with contextlib.suppress(KeyboardInterrupt):
             engine.generate([ids], self.length, self.temperature, self.stops, self.tokenizer.pad_token_id)
         return Answer(streamed.text, bool(streamed.ids) and streamed.ids[-1] in self.stops)
+
+
+def short_names(references: Sequence[str]) -> list[str]:
+    """What models are called: by the folder of the stage that made them, with where it lies if another has its name."""
+    folders = [path.parent if path.is_dir() and path.name == "model" else None for path in map(Path, references)]
+    names = [folder.absolute().name if folder else given for folder, given in zip(folders, references, strict=True)]
+    return [
+        str(folder) if folder and names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)
+    ]
 
 
 class Judge:
@@ -230,7 +240,8 @@ def main(arguments: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if typed:
         print(f"loading {', '.join(options.models)} … (/help tells the commands)", file=sys.stderr)
-    speakers = [Speaker(model, options.temperature, options.max_new_tokens, device) for model in options.models]
+    named = zip(short_names(options.models), options.models, strict=True)
+    speakers = [Speaker(*model, options.temperature, options.max_new_tokens, device) for model in named]
     judge = None if options.reward is None else Judge(options.reward, device)
     if options.seed is not None:
         torch.manual_seed(options.seed)
@@ -253,14 +264,22 @@ def _lines(typed: bool) -> Iterator[str]:
 
 
 def _piped(lines: Iterator[str]) -> Iterator[str]:
-    """The same lines. Raises DataError, before a model is loaded, where there is none."""
+    """The same lines, each shown on stderr when it is asked, as a terminal shows what is typed.
+
+    Raises DataError, before a model is loaded, where there is none.
+    """
     first = next(lines, None)
     if first is None:
         raise DataError(
             'nothing was asked: the input is no terminal, and has no line with text; echo "Who are you?" | '
             "rlhf chat MODEL asks a question"
         )
-    return chain([first], lines)
+    return map(_shown, chain([first], lines))
+
+
+def _shown(line: str) -> str:
+    print(f"> {line}", file=sys.stderr, flush=True)
+    return line
 
 
 if __name__ == "__main__":

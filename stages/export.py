@@ -51,10 +51,10 @@ def export(reference: str, out: Path, dtype: str | None = None, name: str | None
     inner = model.classifier if isinstance(model, ScalarModel) else model
     if dtype is not None:
         _to_type(inner, dtype)
-    notes = _notes(model, inner, out)
+    notes = _notes(model, inner)
     writing = _aside(out)
     save_folder(writing, model, tokenizer)
-    text = card(name or out.name, reference, isinstance(model, ScalarModel), False, notes)
+    text = card(name or out.name, reference, isinstance(model, ScalarModel), False, notes, _brings_code(inner))
     replace_text(writing / "README.md", text)
     swap_folder(writing, out)
     return notes
@@ -144,9 +144,16 @@ def _to_type(model: PreTrainedModel, dtype: str) -> None:
         raise RefusedError(f"{wrong} holds numbers that {dtype} has no place for; export it as bf16 or fp32")
 
 
-def _notes(model: PreTrainedModel | ScalarModel, inner: PreTrainedModel, out: Path) -> list[str]:
-    notes = []
-    if inner.config.model_type == decoder.DecoderConfig.model_type:
+def _brings_code(inner: PreTrainedModel) -> bool:
+    is_ours: bool = inner.config.model_type == decoder.DecoderConfig.model_type
+    return is_ours
+
+
+def _notes(model: PreTrainedModel | ScalarModel, inner: PreTrainedModel) -> list[str]:
+    kept = str(inner.dtype).removeprefix("torch.")
+    but = ", those of its head in float32" if isinstance(model, ScalarModel) and inner.dtype != torch.float32 else ""
+    notes = [f"Its weights are in {kept}{but}."]
+    if _brings_code(inner):
         notes.append(
             "Its architecture comes with it, in decoder.py: where RLHF Toolkit is not imported, load it with "
             "`trust_remote_code=True`."

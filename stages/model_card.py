@@ -34,6 +34,13 @@ class Made:
         stage: str = self.manifest["stage"]
         return stage
 
+    def before(self, name: str) -> Path:
+        """Where the `model` or `reward_model` that it started from lies: in its own run, which may have been moved or
+        copied as a whole, if it is there."""
+        given = Path(self.settings.get(name) or "")
+        own = self.folder.parent / given.parent.name / given.name
+        return own if own.is_dir() else given
+
     @property
     def origin(self) -> str:
         """What it started from, and for PPO the reward model."""
@@ -60,10 +67,17 @@ def past(model: Path) -> list[Made]:
     while model.name == "model" and (artifact := Artifact(model.parent)).sealed:
         settings: Any = OmegaConf.to_container(OmegaConf.load(artifact.folder / "settings.yaml"))
         found.append(Made(artifact.folder, artifact.manifest, settings))
-        before = Path(settings.get("model") or "")
-        own = artifact.folder.parent / before.parent.name / before.name  # as a run is moved or copied as a whole
-        model = own if own.is_dir() else before
+        model = found[-1].before("model")
     return found
+
+
+def whole_past(model: Path) -> list[Made]:
+    """The same stages, the first one first, and before PPO those of its reward model; each once."""
+    found: dict[str, Made] = {}
+    for made in reversed(past(model)):
+        of_reward = whole_past(made.before("reward_model"))
+        found |= {one.manifest["key"]: one for one in [*of_reward, made]}
+    return list(found.values())
 
 
 def base_of(stages: list[Made], reference: str) -> str | None:
@@ -78,12 +92,15 @@ def is_hub_id(reference: str) -> bool:
     return _HUB_ID.fullmatch(reference) is not None and not known and not Path(reference).exists()
 
 
-def card(name: str, reference: str, is_reward: bool, is_adapter: bool, notes: list[str]) -> str:
-    """The card of the model at `reference`, called `name`; `notes` are sentences on how it is loaded."""
-    stages = past(Path(reference))
+def card(
+    name: str, reference: str, is_reward: bool, is_adapter: bool, notes: list[str], brings_code: bool = False
+) -> str:
+    """The card of the model at `reference`, called `name`; `notes` are sentences on how it is loaded. `brings_code`
+    says that transformers does not know its architecture."""
+    stages, took_part = past(Path(reference)), whole_past(Path(reference))
     base = base_of(stages, reference)
     stage = stages[0].stage if stages else None
-    sets = sorted({told for made in stages for told in made.data if is_hub_id(told)})
+    sets = sorted({told for made in took_part for told in made.data if is_hub_id(told)})
     tags = ["rlhf", "rlhf-toolkit", *([stage] if stage else []), *(["lora"] if is_adapter else [])]
     about: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
@@ -106,9 +123,11 @@ def card(name: str, reference: str, is_reward: bool, is_adapter: bool, notes: li
         f"{_DOES.get(stage or '', 'A model')}, exported with RLHF Toolkit {_version()}.",
         *(f"\n{note}" for note in notes),
     ]
+    if not is_adapter:
+        lines += ["", "## How to load it", "", "```python", *_example(name, is_reward, brings_code), "```"]
     if stages:
         lines += ["", "## How it was made", "", "| stage | key | from | data |", "|---|---|---|---|"]
-        for made in reversed(stages):
+        for made in took_part:
             key, data = made.manifest["key"][:8], ", ".join(made.data)
             lines.append(f"| {made.stage} | `{key}` | {made.origin} | {data} |")
         versions = stages[0].manifest["made_with"]["versions"]
@@ -123,6 +142,28 @@ def card(name: str, reference: str, is_reward: bool, is_adapter: bool, notes: li
         "",
     ]
     return "\n".join(lines)
+
+
+def _example(name: str, is_reward: bool, brings_code: bool) -> list[str]:
+    """Lines of Python that load the model from beside its folder, and have a language model answer."""
+    loader = "AutoModelForSequenceClassification" if is_reward else "AutoModelForCausalLM"
+    lines = [
+        f"from transformers import {loader}, AutoTokenizer",
+        "",
+        "# the folder, or owner/name on the hub",
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f'model = {loader}.from_pretrained("{name}"{", trust_remote_code=True" * brings_code})',
+    ]
+    if not is_reward:
+        lines += [
+            'messages = [{"role": "user", "content": "Who are you?"}]',
+            "asked = tokenizer.apply_chat_template(",
+            '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+            ")",
+            "answer = model.generate(**asked, max_new_tokens=64, do_sample=True)[0, asked.input_ids.shape[1] :]",
+            "print(tokenizer.decode(answer, skip_special_tokens=True))",
+        ]
+    return lines
 
 
 def _called(name: str) -> str:

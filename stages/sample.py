@@ -57,7 +57,7 @@ class Writer:
         if self.room < 1:
             raise SettingsError(
                 f"{name}: {max_new_tokens} new tokens leave no room for a prompt in its {self.num_positions} "
-                "positions; give fewer"
+                "positions; give fewer (--max-new-tokens, in a recipe feedback.max_new_tokens)"
             )
         self._engine = make_engine(model, dtype=dtype, compiled=True)
 

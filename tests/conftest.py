@@ -13,11 +13,16 @@ LONGEST = (
 )  # fmt: skip
 """Files, so that of several workers, each with whole files (see the Makefile), none has a long one left at the end."""
 
+gc.disable()  # until all is imported, in which there is no garbage to be found
 os.fsync = lambda _: None  # no test cuts the power; what is on the disk for one that looks, is in its cache
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

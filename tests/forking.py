@@ -5,8 +5,10 @@ import gc
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -188,6 +190,19 @@ def become(words: tuple[str, ...]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def free_port() -> int:
+    """One to listen on at 127.0.0.1 a little later.
+
+    Linux gives those from 32768 on to whoever asks for any, who may come meanwhile.
+    """
+    chance = random.SystemRandom()
+    while True:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", chance.randrange(20_000, 32_000)))
+            port: int = listener.getsockname()[1]
+            return port
 
 
 def end_group(process: ForkServerProcess) -> None:

@@ -1,8 +1,8 @@
 """Launcher and ranks of a stage that start in a moment: forked, where the program would start Python and import again.
 
 All else is as it is: `accelerate launch` parses its words and watches over its ranks, each has a session, signals and
-streams of its own, and its environment is seen in /proc. In tests/faults/test_ranks.py and
-tests/pipeline/test_odd_homes.py stages are started in Python's own way.
+streams of its own, and its environment is seen in /proc. In tests/pipeline/test_odd_homes.py stages are started in
+Python's own way.
 """
 
 import ctypes

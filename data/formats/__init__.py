@@ -11,14 +11,15 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from statistics import fmean
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf.data.columns import columns_found
-from rlhf.data.examples import Demonstration, Prompt, Ranking, by_score
-from rlhf.data.messages import Messages, Unusable, prompt_key
+from rlhf.data.examples import Demonstration, Prompt, Ranking, by_score, mean
+from rlhf.data.messages import Messages, Unusable, prompt_key, prompt_text, with_tools
 
 Example = Ranking | Demonstration | Prompt | Messages
+MOST_ANSWERS = 1000
+"""Answers to one prompt that rows of one answer each may hold; of more, something else tells the prompts apart."""
 Numbered = tuple[int, dict[str, Any]]
 """A row with its number in the source, from 1."""
 
@@ -124,7 +125,7 @@ def by_mean(ratings: list[tuple[int, Rating]]) -> Ranking:
     for _, rating in ratings:
         answers.setdefault(rating.response.strip(), (rating.response, []))[1].append(rating.score)
     responses = [response for response, _ in answers.values()]
-    means = [fmean(scores) for _, scores in answers.values()]
+    means = [mean(scores, "score") for _, scores in answers.values()]
     first = ratings[0][1]
     return by_score(first.prompt, responses, means, first.source)
 
@@ -132,20 +133,31 @@ def by_mean(ratings: list[tuple[int, Rating]]) -> Ranking:
 def ranked_together(
     rows: list[Numbered], read: Callable[[dict[str, Any]], A], rank: Callable[[list[tuple[int, A]]], Ranking]
 ) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
-    """Rankings of rows that each hold one answer: `rank` makes one of all that are of the same prompt."""
+    """Rankings of rows that each hold one answer: `rank` makes one of all that are of the same prompt.
+
+    Offered tools are told in the prompt (`told_of_tools`), so that answers with others are of another prompt.
+    """
     groups: dict[str, list[tuple[int, A]]] = {}
     for number, row in rows:
         try:
             answer = read(row)
+            key = prompt_key(with_tools(answer.prompt, row.get("tools")))
         except Unusable as unusable:
             yield (number,), unusable
         else:
-            groups.setdefault(prompt_key(answer.prompt), []).append((number, answer))
+            groups.setdefault(key, []).append((number, answer))
     for group in groups.values():
         numbers = tuple(number for number, _ in group)
         try:
             if len(group) == 1:
                 raise Unusable("fewer than two answers", ": no other usable row has its prompt")
-            yield numbers, rank(group)
+            ranking = rank(group)
+            if len(ranking.responses) > MOST_ANSWERS:
+                raise Unusable(
+                    f"more than {MOST_ANSWERS} answers to one prompt",
+                    f": {len(ranking.responses)} to {prompt_text(ranking.prompt)[:40]!r}; "
+                    "does another column tell the prompts apart? map: {prompt: YOURS}",
+                )
+            yield numbers, ranking
         except Unusable as unusable:
             yield numbers, unusable

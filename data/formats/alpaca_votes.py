@@ -42,7 +42,9 @@ def _read_all(rows: list[Numbered]) -> Iterator[tuple[int | tuple[int, ...], Any
 
 
 def _pair(row: dict[str, Any]) -> tuple[str, ...]:
-    return repr(row["instruction"]), repr(row.get("input")), *sorted(repr(row[name]) for name in _OUTPUTS)
+    return *(repr(row.get(name)) for name in ("instruction", "input", "tools")), *sorted(
+        repr(row[name]) for name in _OUTPUTS
+    )
 
 
 def _preference(value: Any) -> float:

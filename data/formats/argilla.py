@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from statistics import fmean
 from typing import Any
 
-from rlhf.data.examples import UNJUDGED, Ranking, by_score, by_votes, number, ranked
+from rlhf.data.examples import UNJUDGED, Ranking, by_score, by_votes, mean, number, ranked
 from rlhf.data.formats import Format
 from rlhf.data.messages import Messages, Unusable, as_prompt, as_question, as_response
 
@@ -160,7 +159,7 @@ def _by_ranks(prompt: Messages, names: list[str], texts: list[str], said: Said) 
             ranks[name].append(number(option["rank"], "rank"))
     if any(len(given) != len(values) for given in ranks.values()):
         raise Unusable("not every answer was ranked by all", f": {question}")
-    return ranked(prompt, texts, [fmean(ranks[name]) for name in names])
+    return ranked(prompt, texts, [mean(ranks[name], "rank") for name in names])
 
 
 def _by_ratings(prompt: Messages, names: list[str], texts: list[str], said: Said) -> Ranking | None:
@@ -172,7 +171,7 @@ def _by_ratings(prompt: Messages, names: list[str], texts: list[str], said: Said
     if len(found) < 2:
         return None
     scores = {
-        name: fmean(number(value, "rating") for value in _only(questions, f"ratings of {name}")[1])
+        name: mean([number(value, "rating") for value in _only(questions, f"ratings of {name}")[1]], "rating")
         for name, questions in found.items()
     }
     rated = [(text, scores[name]) for name, text in zip(names, texts, strict=True) if name in scores]

@@ -1,18 +1,20 @@
 """A table of one answer a row: a prompt, an answer, and its `rank` or `score`; the rows of one prompt are a ranking.
 
-They need not lie together. The columns may be called as in a ranking spreadsheet (`question`, `answer`, `rating` …).
-Rank 1 is best; of scores higher is better, an answer that was scored twice has the mean, and beside ranks scores are
-strengths. As demonstrations such rows are all learned from, whatever stands beside them, which is warned of.
+They need not lie together; answers that stand beside another system message or other tools are to another prompt, and
+so many to one prompt that something else must tell them apart (MOST_ANSWERS) are refused. The columns may be called as
+in a ranking spreadsheet (`question`, `answer`, `rating` …). Rank 1 is best; of scores higher is better, an answer that
+was scored twice has the mean, and beside ranks scores are strengths, if all are numbers. As demonstrations such rows
+are all learned from, whatever stands beside them, which is warned of.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
-from statistics import fmean
 from typing import Any, NamedTuple
 
-from rlhf.data.examples import Ranking, number, ranked
+from rlhf.data.examples import Prompt, Ranking, mean, number, ranked
 from rlhf.data.formats import Format, Numbered, Rating, by_mean, ranked_together
-from rlhf.data.formats.ranked_columns import ANSWERS, PROMPTS, RANKS, SCORES, is_empty, question
+from rlhf.data.formats.ranked_columns import ANSWERS, PROMPTS, RANKS, SCORES, is_empty, question, strength
 from rlhf.data.messages import Messages, Unusable, as_response
 
 _OWN = ("response", "completion")  # come before other names of an answer, as in demonstrations
@@ -48,8 +50,8 @@ def _read_scores(rows: list[Numbered]) -> Iterator[tuple[tuple[int, ...], Rankin
 def _ranked(row: dict[str, Any]) -> _Ranked:
     found, prompt, response = _answer(row)
     rank = _number(row, found.rank, "rank")
-    strength = None if found.score is None or is_empty(row[found.score]) else number(row[found.score], "score")
-    return _Ranked(prompt, response, rank, strength, row.get("source"))
+    score = None if found.score is None else strength(row[found.score])
+    return _Ranked(prompt, response, rank, score, row.get("source"))
 
 
 def _rating(row: dict[str, Any]) -> Rating:
@@ -59,12 +61,21 @@ def _rating(row: dict[str, Any]) -> Rating:
 
 def _answer(row: dict[str, Any]) -> tuple[_Columns, Messages, str]:
     """The columns of a row, its prompt and its answer."""
+    found, prompt = _asked(row)
+    return found, prompt, as_response(row[found.answer], found.answer, prompt)
+
+
+def _asked(row: dict[str, Any]) -> tuple[_Columns, Messages]:
+    """The columns of a row and its prompt."""
     found = _columns(tuple(row))
     assert found is not None
     if is_empty(row[found.prompt]):
         raise Unusable("empty prompt", "; each answer needs its prompt in its own row")
-    prompt = question(row, found.prompt)
-    return found, prompt, as_response(row[found.answer], found.answer, prompt)
+    return found, question(row, found.prompt)
+
+
+def _read_prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(_asked(row)[1], row)
 
 
 def _number(row: dict[str, Any], column: str | None, name: str) -> float:
@@ -93,31 +104,46 @@ def _by_rank(answers: list[tuple[int, _Ranked]]) -> Ranking:
 
 
 def _mean(strengths: list[float | None]) -> float | None:
-    """None where one is missing."""
+    """None where one is missing, or their sum is no number."""
     there = [strength for strength in strengths if strength is not None]
-    return fmean(there) if len(there) == len(strengths) else None
+    with suppress(Unusable):
+        return mean(there, "score") if len(there) == len(strengths) else None
+    return None
 
 
 @lru_cache(maxsize=1024)  # rows of one source mostly have the same columns
 def _columns(columns: tuple[str, ...]) -> _Columns | None:
-    """None where they are not there, or leave a choice."""
+    """None where those of prompt and answer are not there, or leave a choice."""
     prompt = next((name for name in PROMPTS if name in columns), None)
     answers = [name for name in ANSWERS if name in columns]
     answer = next((name for name in _OWN if name in answers), answers[0] if len(answers) == 1 else None)
     rank, score = (next((name for name in names if name in columns), None) for names in (RANKS, SCORES))
-    return None if prompt is None or answer is None or not (rank or score) else _Columns(prompt, answer, rank, score)
+    return None if prompt is None or answer is None else _Columns(prompt, answer, rank, score)
 
 
-def _recognises(ranks: bool) -> Callable[[dict[str, Any]], bool]:
-    def recognises(row: dict[str, Any]) -> bool:
-        found = _columns(tuple(row))
-        return found is not None and (found.rank is not None) == ranks
+def is_unranked(row: dict[str, Any]) -> bool:
+    """Whether a row has a prompt and an answer, and neither rank nor score."""
+    found = _columns(tuple(row))
+    return found is not None and found.rank is None and found.score is None
 
-    return recognises
+
+def _is_ranked(row: dict[str, Any]) -> bool:
+    found = _columns(tuple(row))
+    return found is not None and found.rank is not None
+
+
+def _is_scored(row: dict[str, Any]) -> bool:
+    found = _columns(tuple(row))
+    return found is not None and found.rank is None and found.score is not None
 
 
 # No column is required, so that every format that reads such rows comes first.
+ONE_A_ROW = (
+    Format("ranked_answers", "preferences", (), read_all=_read_ranks, recognises=_is_ranked),
+    Format("scored_answers", "preferences", (), read_all=_read_scores, recognises=_is_scored),
+)
 FORMATS = (
-    Format("ranked_answers", "preferences", (), read_all=_read_ranks, recognises=_recognises(ranks=True)),
-    Format("scored_answers", "preferences", (), read_all=_read_scores, recognises=_recognises(ranks=False)),
+    *ONE_A_ROW,
+    Format("ranked_answers", "prompts", (), _read_prompt, recognises=_is_ranked),
+    Format("scored_answers", "prompts", (), _read_prompt, recognises=_is_scored),
 )

@@ -2,8 +2,9 @@
 
 Answers may be called answer, response, completion, output or candidate, the prompt question, instruction or query; the
 number may follow a `_`, `-`, `.` or blank, or nothing, and may be a letter (`answer_a`, `rank_a`). Rank 1 is best; of
-scores and ratings higher is better, and beside ranks they are strengths. Answers with an empty cell are not there, so
-rows may have fewer than others; of an answer and its rank one alone is left out and counted, the others are kept.
+scores and ratings higher is better, and beside ranks they are strengths if all are numbers. Answers with an empty cell
+are not there, so rows may have fewer than others; of an answer and its rank one alone is left out and counted, the
+others are kept.
 """
 
 import re
@@ -12,13 +13,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rlhf.data.columns import plain
-from rlhf.data.examples import Ranking, by_score, ranked
+from rlhf.data.examples import Ranking, by_score, number, ranked
 from rlhf.data.formats import Format
-from rlhf.data.messages import Messages, Unusable, as_prompt, as_question, as_response
+from rlhf.data.messages import Messages, Unusable, as_prompt, as_question, as_response, with_system
 
 PROMPTS = ("prompt", "question", "instruction", "query")
 ANSWERS = ("answer", "response", "completion", "output", "candidate")
 RANKS, SCORES = ("rank", "ranking"), ("score", "rating")
+_SYSTEM = ("system", "system_prompt")
 _NUMBERED = re.compile(r"([a-z]+?)(?:s?[ _.-]?(\d+)|s?[ _.-]([a-z]))")
 
 
@@ -38,7 +40,7 @@ def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
     name, said = ("rank", found.ranks) if found.ranks else ("score", found.scores)
     answers: list[str] = []
     values: list[Any] = []
-    strengths: list[Any] = []
+    strengths: list[float | None] = []
     left_out: list[Ranking | Unusable] = []
     for mark in found.answers | said:
         answer, value = row.get(found.answers.get(mark, "")), row.get(said.get(mark, ""))
@@ -52,20 +54,34 @@ def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
             continue
         answers.append(as_response(answer, found.answers[mark], prompt))
         values.append(value)
-        strengths.append(row.get(found.scores.get(mark, "")))
+        strengths.append(strength(row.get(found.scores.get(mark, ""))))
     if not values and left_out:
         raise Unusable(f"no answer has a {name}")
     if name == "score":
         return [by_score(prompt, answers, values, row.get("source")), *left_out]
-    strong = None if any(map(is_empty, strengths)) else strengths
-    return [ranked(prompt, answers, values, strong, row.get("source")), *left_out]
+    return [ranked(prompt, answers, values, None if None in strengths else strengths, row.get("source")), *left_out]
 
 
 def question(row: dict[str, Any], name: str) -> Messages:
-    """The prompt of a row whose column of this name holds it."""
+    """The prompt of a row whose column of this name holds it, after the system message and the earlier rounds.
+
+    These are read as formats of demonstrations read them, of which such a table has the columns.
+    """
+    system = next((row[one] for one in _SYSTEM if not is_empty(row.get(one))), None)
     if name == "prompt":
-        return as_prompt(row[name])
-    return as_question({name: row[name], "input": row.get("input")}, row.get("system"))
+        return with_system(as_prompt(row[name]), system)
+    history = row.get("history")
+    return as_question(
+        {name: row[name], "input": row.get("input")}, system, history if isinstance(history, list) else None
+    )
+
+
+def strength(value: Any) -> float | None:
+    """A score beside a rank, None where it is no number."""
+    try:
+        return number(value, "score")
+    except Unusable:
+        return None
 
 
 def is_empty(value: Any) -> bool:

@@ -8,7 +8,7 @@ said of the same summary is averaged. The `confidence` of a comparison has no do
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf.data.examples import Ranking, number, ranked
+from rlhf.data.examples import Prompt, Ranking, number, ranked
 from rlhf.data.formats import Format, Numbered, Rating, by_mean, ranked_together
 from rlhf.data.messages import Messages, Unusable, as_prompt, as_response, as_text
 
@@ -49,17 +49,18 @@ def _prompt(info: Any) -> tuple[Messages, Any]:
     return as_prompt("\n\n".join(parts)), subreddit or info.get("site")
 
 
+def _read_prompt(row: dict[str, Any]) -> Prompt:
+    return Prompt(_prompt(row["info"])[0], row)
+
+
 def _is_rating(row: dict[str, Any]) -> bool:
     return isinstance(row["summary"], dict) and "axes" in row["summary"]
 
 
+_RATED = ("info", "summary")
+
 FORMATS = (
     Format("summarize_from_feedback_comparisons", "preferences", ("info", "summaries", "choice"), _read_comparison),
-    Format(
-        "summarize_from_feedback_ratings",
-        "preferences",
-        ("info", "summary"),
-        read_all=_read_ratings,
-        recognises=_is_rating,
-    ),
+    Format("summarize_from_feedback_ratings", "preferences", _RATED, read_all=_read_ratings, recognises=_is_rating),
+    Format("summarize_from_feedback_ratings", "prompts", _RATED, _read_prompt, recognises=_is_rating),
 )

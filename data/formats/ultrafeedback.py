@@ -7,10 +7,9 @@ differs from answer to answer and was not shown to the judge, so it is not part 
 In the binarized rows equal scores are a tie, whatever stands under chosen and rejected.
 """
 
-from statistics import fmean
 from typing import Any
 
-from rlhf.data.examples import Ranking, by_score, number
+from rlhf.data.examples import Ranking, by_score, mean, number
 from rlhf.data.formats import Format
 from rlhf.data.messages import Unusable, as_list, as_prompt, as_response
 
@@ -43,7 +42,7 @@ def _mean_rating(answer: dict[str, Any]) -> float:
     if not isinstance(annotations, dict) or not annotations:
         raise Unusable("an answer has neither overall_score nor ratings")
     ratings = [note.get("Rating") if isinstance(note, dict) else None for note in annotations.values()]
-    return fmean(number(rating, "rating") for rating in ratings)
+    return mean([number(rating, "rating") for rating in ratings], "rating")
 
 
 def _read_binarized(row: dict[str, Any]) -> Ranking:

@@ -7,6 +7,7 @@ bad answer is no demonstration, whatever the format of its row.
 from typing import Any, NoReturn
 
 from rlhf.data.formats import Format
+from rlhf.data.formats.ranked_answers import ONE_A_ROW
 from rlhf.data.messages import Unusable
 
 _VERDICTS = ("label", "kto_tag", "thumbs")
@@ -41,8 +42,9 @@ def _verdict(row: dict[str, Any]) -> tuple[str, bool] | None:
 
 
 def _is_judged(row: dict[str, Any]) -> bool:
-    """Whether a row holds one answer that was judged good or bad."""
-    return _verdict(row) is not None and any(name in row for name in _ANSWERS)
+    """Whether a row holds one answer that was judged good or bad, and no rank or score, by which answers compare."""
+    judged = _verdict(row) is not None and any(name in row for name in _ANSWERS)
+    return judged and not any(known.fits(row) for known in ONE_A_ROW)
 
 
 def _refuse_label(row: dict[str, Any]) -> NoReturn:

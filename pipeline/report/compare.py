@@ -16,7 +16,7 @@ from rlhf.pipeline.report.judgement import CHANGES, judge_run
 from rlhf.pipeline.report.page import environment
 from rlhf.pipeline.report.run import TITLES, Run, read_run
 from rlhf.pipeline.summary import duration
-from rlhf.stages.metric_names import metric
+from rlhf.stages.metric_names import NAMES, metric
 
 MAX_RUNS = len(SERIES)
 
@@ -67,6 +67,15 @@ class Comparison:
                     rows.append([f"{stage} {line['name']}", *cells])
         return ["", *self.names], rows
 
+    def equality(self) -> str | None:
+        """A sentence where nothing that the runs were made with differs."""
+        if self.settings():
+            return None
+        lines = [line for found in self.metrics().values() for line in found if line["name"] != "seconds"]
+        shown = [{metric(value, line["name"]) for value in line["values"]} for line in lines]
+        alike = "so are all figures" if all(len(values) == 1 for values in shown) else "but not all figures are"
+        return f"Settings, contents of data and versions are the same in all of these runs, {alike}."
+
     def page(self) -> str:
         """The comparison as HTML."""
         verdicts = [judge_run(run) for run in self.runs]
@@ -78,6 +87,8 @@ class Comparison:
             names=self.names,
             times=[duration(run.seconds) for run in self.runs],
             settings=self.settings(),
+            equality=self.equality(),
+            called=NAMES,
             verdicts=[(TITLES[stage], [found.get(stage) for found in verdicts]) for stage in self.stages],
             metrics=[(TITLES[stage], lines) for stage, lines in self.metrics().items()],
             curves=[(TITLES[stage], drawn) for stage in self.stages if (drawn := self._curves(stage))],

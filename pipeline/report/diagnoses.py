@@ -104,8 +104,8 @@ VERDICTS: dict[str, Diagnosis] = {
         "More rankings help most, then a backbone that understands the task better. In PPO keep ppo.kl_coef high and "
         "ppo.kl_budget low.",
     ),
-    "reward.too_few_prompts": Diagnosis(
-        "There are too few held-out rankings to tell the accuracy from 0.5.",
+    "reward.too_few_to_tell": Diagnosis(
+        "There are too few held-out rankings to tell the accuracy from that of guessing, or of a rule on length.",
         "Held-out accuracy jumps between evaluations.",
         "Hold out more: reward.eval_share, or a reward.eval_data of a few hundred prompts.",
     ),
@@ -144,10 +144,16 @@ VERDICTS: dict[str, Diagnosis] = {
         "Lower ppo.learning_rate and ppo.num_epochs, raise ppo.rollout_batch_size, let the critic learn first "
         "(ppo.critic_warmup_iterations).",
     ),
-    "ppo.no_difference_shown": Diagnosis(
+    "ppo.too_few_to_tell": Diagnosis(
         "The answers may be better or worse: so few prompts do not show it.",
-        "The interval of the win rate reaches across one half.",
-        "Evaluate on more prompts (`rlhf eval`), then train longer if it is still not shown.",
+        "The interval of the win rate reaches far across one half.",
+        "Hold out more prompts: a larger ppo.eval_share, or a ppo.eval_data of a few hundred.",
+    ),
+    "ppo.no_difference_shown": Diagnosis(
+        "On so many prompts all but a small difference would show.",
+        "The interval of the win rate is narrow, and holds one half.",
+        "Train longer (ppo.num_iterations) or with larger steps (ppo.learning_rate), hold back less (ppo.kl_coef); to "
+        "show a small difference, hold out more prompts (ppo.eval_share, or a larger ppo.eval_data).",
     ),
     "ppo.only_longer": Diagnosis(
         "Longer answers win with many judges. Among answers of equal length PPO's are not shown to be better.",

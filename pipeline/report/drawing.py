@@ -51,7 +51,7 @@ def draw_reliability(card: dict[str, Any]) -> Markup:
             axes.scatter(sure, right, [10 + 90 * found["pairs"] / total for found in card[name]], color=color)
         axes.margins(y=0.08)
         axes.set_xlim(0.48, 1.02)
-        axes.set_ylim(top=1.01)
+        axes.set_ylim(top=1.06)  # room for a dot
 
     return _draw(plot, "Share of pairs ordered rightly over the confidence; the figures are in the legend")
 
@@ -131,7 +131,8 @@ def draw_lines(lines: Sequence[Line], level: float | None, label: str) -> Markup
             axes.axhline(level, color=_MUTED, linewidth=1.3, linestyle=(0, (1.5, 2)))
         axes.margins(x=0.02, y=0.08)
         if all(0 <= y <= 1 for line in lines for _, y in line):  # a share: nothing lies above 1
-            axes.set_ylim(top=min(axes.get_ylim()[1], 1.002))
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(top=min(top, 1 + 0.04 * (1 - bottom)))  # room for a dot
         right = axes.get_xlim()[1]
         axes.set_xlim(-0.02 * right, right)  # all charts of a stage begin at step 0
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
@@ -180,7 +181,7 @@ def _draw(plot: Callable[["Axes"], None], label: str) -> Markup:
         axes.grid(axis="y", color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         plot(axes)
-        axes.yaxis.set_major_locator(ticker.MaxNLocator(5))
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))  # a share's axis has a 1
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
         buffer = StringIO()
         nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlhf.pipeline.report.curves import Line
 from rlhf.pipeline.report.drawing import draw_frontier
+from rlhf.pipeline.report.ppo_verdict import STAGES_OWN, interval_of, num_prompts, source
 from rlhf.pipeline.report.run import MODELS, Run
 from rlhf.stages.metric_names import NAMES, metric, number, share
 
@@ -31,7 +32,8 @@ def evaluation(run: Run) -> dict[str, Any] | None:
         "form": found["form"],
         "settings": found["settings"],
         "judge": found["judge"],
-        "pairs": [_pair(pair) for pair in found["pairs"]],
+        "source": source(found),
+        "pairs": [_pair(pair, num_prompts(found, pair)) for pair in found["pairs"]],
         "models": [(MODELS[name], name) for name in models],
         "figures": [
             (_title(models, key), [metric(_figure(model, key), key) for model in models.values()]) for key in known
@@ -58,7 +60,7 @@ def _verdict_rests_on(run: Run) -> str | None:
     if evidence.evaluated or not evidence.num_prompts:
         return None
     num = f"{'at least ' if evidence.at_least else ''}{number(evidence.num_prompts)} prompts"
-    return f"PPO's verdict does not rest on these figures, but on the ppo stage's own evaluation, of {num}."
+    return f"PPO's verdict does not rest on these figures, but on those {STAGES_OWN}, of {num}."
 
 
 def task_rows(models: Iterable[str], tasks: dict[str, dict[str, dict[str, float | None]]]) -> list[dict[str, Any]]:
@@ -105,7 +107,10 @@ def frontier(run: Run) -> list[dict[str, Any]]:
     curves = run.stages["ppo"].curves if "ppo" in run.stages else {}
     best_of_n = (run.evaluation["best_of_n"] if run.evaluation else None) or []
     drawn = []
-    for title, name, key in (("Score", "eval_score", "score"), ("True quality", "eval_true_quality", "quality")):
+    for title, name, key in (
+        ("Score", "eval_score", "score"),
+        ("Quality by the judge", "eval_true_quality", "quality"),
+    ):
         lines: dict[str, Line] = {}
         if ppo := _over_root_kl(curves.get("eval_kl", []), curves.get(name, [])):
             lines["PPO, evaluation by evaluation"] = ppo
@@ -138,13 +143,13 @@ def _over_root_kl(kls: Line, values: Line) -> Line:
     return [(math.sqrt(max(at[step], 0.0)), value) for step, value in values if step in at]
 
 
-def _pair(pair: dict[str, Any]) -> dict[str, Any]:
+def _pair(pair: dict[str, Any], num: int) -> dict[str, Any]:
     controlled, interval = pair["length_controlled"], pair["length_controlled_interval"]
     return {
         "title": f"{MODELS[pair['one']]} over {MODELS[pair['other']]}",
         "by": {"judge": "the judge", "score": "the reward model"}[pair["by"]],
         "wins": pair["wins"], "ties": pair["ties"], "losses": pair["losses"],
-        "win_rate": pair["win_rate"], "interval": pair["interval"],
+        "win_rate": pair["win_rate"], "interval": interval_of(pair, num),
         "at_equal_length": None if controlled is None else share(controlled)
         + (" ({} to {})".format(*map(share, interval)) if interval else ""),
     }  # fmt: skip

@@ -17,11 +17,14 @@ def between(interval: Interval) -> str:
     return f"95\u00a0% interval {share(interval[0])} to {share(interval[1])}"
 
 
-def wilson(right: float, num: int) -> Interval:
-    """Wilson's 95 % interval (1927) of a share of `num` independent trials. Ties that count half make it too wide,
-    never too narrow."""
+def of_share(right: float, num: int) -> Interval:
+    """The 95 % interval of a share of `num` independent trials: Wilson's (1927), and where all came out alike the exact
+    one (Clopper and Pearson 1934), as in an evaluation. Ties that count half make it too wide, never too narrow."""
     if num == 0:
         return 0.0, 1.0
+    if right in (0.0, 1.0):
+        unseen = 1 - 0.025 ** (1 / num)
+        return (0.0, unseen) if right == 0.0 else (1 - unseen, 1.0)
     z2 = NORMAL_95**2
     middle = (right + z2 / (2 * num)) / (1 + z2 / num)
     half = NORMAL_95 * math.sqrt(right * (1 - right) / num + z2 / (4 * num**2)) / (1 + z2 / num)

@@ -1,14 +1,14 @@
 """What is said of each stage of a run: its verdict, and its main metrics beside what they are held against."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rlhf.pipeline.report import verdicts
-from rlhf.pipeline.report.figures import wilson
-from rlhf.pipeline.report.ppo_verdict import ppo
+from rlhf.pipeline.report.figures import of_share
+from rlhf.pipeline.report.ppo_verdict import STAGES_OWN, ppo
 from rlhf.pipeline.report.run import Run, Stage
 from rlhf.pipeline.report.verdicts import Verdict
-from rlhf.stages.metric_names import NAMES
+from rlhf.stages.metric_names import NAMES, number
 
 SIGNS = {"good": "✓", "bad": "✗", "doubtful": "!", "open": "?"}
 """By the tone of a verdict."""
@@ -51,8 +51,8 @@ class Change:
     before: str | None
     after: str
     versus: str = ""
-    better: Literal[1, -1, 0] = 0
-    """1: higher is better, -1: lower is better, 0: neither."""
+    higher_is_better: bool = False
+    """Whether that is said beside the figures; a stage's first figure has the stage's verdict beside it."""
     is_share: bool = False
     """Whether both are shares of the held-out prompts."""
     win_rate: str | None = None
@@ -64,18 +64,19 @@ class Change:
 
 
 CHANGES = {
-    "pretrain": [Change("guessing_loss", "val_loss", "against guessing", -1)],
-    "sft": [Change("base_eval_loss", "eval_loss", "against the base model", -1)],
+    "pretrain": [Change("guessing_loss", "val_loss", "against guessing")],
+    "sft": [Change("base_eval_loss", "eval_loss", "against the base model")],
     "feedback": [
         Change(None, "num_rankings", "of all rounds so far"),
         Change(None, "num_disagreed", "resolved by the rule"),
     ],
-    "reward": [Change("longer_wins_accuracy", "accuracy", "against “longer wins”", 1, True)],
+    "reward": [Change("longer_wins_accuracy", "accuracy", "against “longer wins” (in tokens)")],
     "ppo": [
-        Change("sft_true_quality", "true_quality", "against SFT", 1, win_rate="win_rate"),
-        Change("sft_score", "score", "against SFT", 1, win_rate="score_win_rate"),
+        Change("sft_true_quality", "true_quality", "against SFT", True, win_rate="win_rate"),
+        Change("sft_score", "score", "against SFT", True, win_rate="score_win_rate"),
         Change(None, "win_rate", "ties count half"),
-        Change("sft_eos_share", "eos_share", "against SFT", 1, True),
+        Change(None, "score_win_rate", "ties count half"),
+        Change("sft_eos_share", "eos_share", "against SFT", True, True),
         Change(None, "kl"),
     ],
 }
@@ -89,12 +90,19 @@ def changes(stage: Stage) -> list[dict[str, Any]]:
         if after is None:
             continue
         verdict = "" if before is None else _direction(change, before, after, metrics)
-        prompts = metrics.get("num_eval_prompts")  # none where it is text that is held out
         shown.append({
-            "spec": change, "stage": stage.title, "before": before, "after": after, "verdict": verdict,
-            "prompts": prompts,
+            "spec": change, "stage": stage, "before": before, "after": after, "verdict": verdict,
+            "measured": _measured(stage),
         })  # fmt: skip
     return shown
+
+
+def _measured(stage: Stage) -> str:
+    """When and on how much its final metrics were taken; empty where it is text that is held out."""
+    num = stage.metrics.get("num_eval_prompts")
+    # of the others there are no second figures, from `rlhf eval`, that they could be taken for
+    parts = [f"{number(num)} prompts" if num else "", STAGES_OWN if stage.name == "ppo" else ""]
+    return ", ".join(part for part in parts if part)
 
 
 def _direction(change: Change, before: float, after: float, metrics: dict[str, Any]) -> str:
@@ -102,13 +110,12 @@ def _direction(change: Change, before: float, after: float, metrics: dict[str, A
 
     Shares differ where their intervals lie apart, which asks for more than is needed, as both are of the same prompts.
     """
-    gain = change.better * ((after > before) - (after < before))
-    if gain == 0:
+    if not change.higher_is_better or after == before:
         return ""
     num, rate = metrics.get("num_eval_prompts"), metrics.get(change.win_rate or "")
     if num and change.is_share:
-        (low, high), (other_low, other_high) = wilson(after, num), wilson(before, num)
+        (low, high), (other_low, other_high) = of_share(after, num), of_share(before, num)
         open_ = low <= other_high and other_low <= high
     else:
-        open_ = bool(num and rate is not None and wilson(rate, num)[0] <= 0.5 <= wilson(rate, num)[1])
-    return "too few to tell" if open_ else "better" if gain > 0 else "worse"
+        open_ = bool(num and rate is not None and of_share(rate, num)[0] <= 0.5 <= of_share(rate, num)[1])
+    return "too few to tell" if open_ else "better" if after > before else "worse"

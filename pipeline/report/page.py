@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report import facts
@@ -44,6 +45,7 @@ PURPOSES = {
     "reward": "A second model learns from ranked answers which are preferred: one score per response.",
     "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
 }
+BY_LENGTH = ["better answer longer", "about equal", "better answer shorter"]
 LAWS = [("N", "parameters"), ("D", "tokens"), ("C", "compute")]
 
 
@@ -115,10 +117,15 @@ def environment() -> Environment:
     )  # fmt: skip
     found.filters.update(
         number=number, metric=metric, share=share, duration=duration, clip=_clip, filled=_filled,
-        percent="{:.1%}".format,
+        percent="{:.1%}".format, marked=marked,
     )  # fmt: skip
     found.globals.update(series=list(zip(SERIES, DASHES, strict=True)), signs=SIGNS)
     return found
+
+
+def marked(text: str) -> Markup:
+    """A sentence in which what stands between backticks is code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def _rounds(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
             "round": str(place),
             "rankings": number(feedback.get("num_rankings")),
             "accuracy of the reward model": metric(reward.get("accuracy"), "accuracy"),
-            "true quality": number(quality),
+            "quality by the judge": number(quality),
             "its gain": _gain(before, quality),
             "win rate by the judge": metric(ppo.get("win_rate"), "win_rate"),
             "gain in score": _gain(ppo.get("sft_score"), ppo.get("score")),
@@ -185,7 +192,7 @@ def _card(stage: Stage) -> dict[str, Any] | None:
     if card is None or stage.artifact is None:
         return None
     worst = stage.artifact.folder / "worst_pairs.jsonl"
-    groups = {"length": card["by_length"], "margin": card["by_margin"], "source": card["by_source"]}
+    groups = {"length": _every_length(card["by_length"]), "margin": card["by_margin"], "source": card["by_source"]}
     return card | {
         "figures": stage.manifest["metrics"],
         "groups": {title: found for title, found in groups.items() if found},
@@ -193,6 +200,12 @@ def _card(stage: Stage) -> dict[str, Any] | None:
         "reliability_svg": draw_reliability(card),
         "histogram_svg": draw_histogram(card),
     }
+
+
+def _every_length(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups by length with those that no pair falls into; a card names only the others."""
+    found = {group["name"]: group for group in groups}
+    return [found.get(name, {"name": name, "pairs": 0, "accuracy": None}) for name in BY_LENGTH] if groups else []
 
 
 def _sweep(run_dir: Path) -> dict[str, Any] | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.pipeline.report.curves import Line, start_and_end
-from rlhf.pipeline.report.figures import Interval, between, rank_correlation, wilson
-from rlhf.pipeline.report.verdicts import Verdict
+from rlhf.pipeline.report.figures import Interval, between, of_share, rank_correlation
+from rlhf.pipeline.report.verdicts import A_TENTH, Verdict
 from rlhf.stages.metric_names import number, share
 
 NO_KL = 0.02
@@ -26,6 +26,9 @@ EMPTY_LENGTH, SPOKE_BEFORE = 1.5, 3.0
 ENTROPY_SHARE, EOS_DROP = 0.2, 0.2
 """As in the health monitor: an entropy below a fifth of the start's leaves nothing to explore; a share of answers that
 end does not fall by a fifth in a healthy run."""
+FEW_PROMPTS = 10
+"""Of fewer a bootstrap, by which an evaluation has its intervals, hardly varies."""
+STAGES_OWN = "at the end of the ppo stage"
 UNTRUSTED = ("guesses", "inverted", "constant")
 """Verdicts on a reward model whose score says nothing of ranks."""
 
@@ -47,10 +50,16 @@ class Evidence:
     """Over which it was taken."""
     quality: tuple[float, float] | None = None
     """Mean of the judge's quality, of SFT and of PPO."""
+    kl: float | None = None
+    """From SFT, nats per response, by evaluation.json."""
+    score: tuple[float, float] | None = None
+    """Mean of the score, of SFT and of PPO, by evaluation.json."""
     at_least: bool = False
     """Whether it may be more prompts: older manifests do not tell how many, and samples are of some of them."""
+    source: str = STAGES_OWN
+    """Who measured wins, quality, KL and score, in a word."""
     evaluated: bool = False
-    """Whether wins are those of evaluation.json, and not of the stage itself."""
+    """Whether all of them are of evaluation.json, and not of the stage itself."""
 
 
 def gather(
@@ -63,7 +72,7 @@ def gather(
 
     Both have the form of evaluation.jsonl.
     """
-    quality = _qualities(evaluation, metrics)
+    quality = _both(metrics, "sft_true_quality", "true_quality")
     agreement, num_answers = None, 0
     for rows in (answers, samples):
         both = [row for row in rows if "sft" in row.get("scores", {}) and "sft" in row.get("qualities", {})]
@@ -76,33 +85,47 @@ def gather(
     found = {pair["by"]: pair for pair in pairs if (pair["one"], pair["other"]) == ("ppo", "sft")}
     for by, name in (("judge", "win_rate"), ("score", "score_win_rate")):
         pair, rate = found.get(by), metrics.get(name)
-        num = _num_prompts(evaluation, pair) if pair else 0
-        if pair and (rate is None or num >= own):
+        num = num_prompts(evaluation, pair) if evaluation and pair else 0
+        if evaluation and pair and (rate is None or num >= own):
             controlled = pair.get("length_controlled_interval")
+            models = evaluation.get("models") or {}
+            quality, score = (
+                _both({name: (figures.get(key) or {}).get("mean") for name, figures in models.items()}, "sft", "ppo")
+                for key in ("quality", "score")
+            )
             return Evidence(
-                pair["win_rate"], tuple(pair["interval"]), tuple(controlled) if controlled else None, by == "judge",
-                num, agreement, num_answers, quality, evaluated=True,
+                pair["win_rate"], interval_of(pair, num), tuple(controlled) if controlled else None, by == "judge",
+                num, agreement, num_answers, quality, (models.get("ppo") or {}).get("kl"), score,
+                source=source(evaluation), evaluated=True,
             )  # fmt: skip
         if rate is not None:
-            interval = wilson(rate, own) if own else None
-            at_least = bool(own) and told is None
-            return Evidence(rate, interval, None, by == "judge", own, agreement, num_answers, quality, at_least)
+            return Evidence(
+                rate, of_share(rate, own) if own else None, None, by == "judge", own, agreement, num_answers, quality,
+                at_least=bool(own) and told is None,
+            )  # fmt: skip
     return Evidence(agreement=agreement, num_answers=num_answers, quality=quality)
 
 
-def _num_prompts(evaluation: Mapping[str, Any] | None, pair: Mapping[str, Any]) -> int:
+def source(evaluation: Mapping[str, Any]) -> str:
+    """The command that measures what evaluation.json holds; `rlhf run` does as its cheap form after a stage."""
+    return "by rlhf eval --cheap" if evaluation.get("form") == "cheap" else "by rlhf eval"
+
+
+def num_prompts(evaluation: Mapping[str, Any], pair: Mapping[str, Any]) -> int:
     """Of a comparison; where that is not said, its answers."""
-    told = ((evaluation or {}).get("settings") or {}).get("num_prompts")
+    told = (evaluation.get("settings") or {}).get("num_prompts")
     return int(told or pair["wins"] + pair["ties"] + pair["losses"])
 
 
-def _qualities(evaluation: Mapping[str, Any] | None, metrics: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Of SFT and of PPO, by the stage's own evaluation or else by the run's."""
-    before, after = metrics.get("sft_true_quality"), metrics.get("true_quality")
-    if before is None or after is None:
-        models = (evaluation or {}).get("models") or {}
-        before, after = (((models.get(name) or {}).get("quality") or {}).get("mean") for name in ("sft", "ppo"))
-    return None if before is None or after is None else (before, after)
+def interval_of(pair: Mapping[str, Any], num: int) -> Interval:
+    """Of the win rate of a comparison on `num` prompts."""
+    low, high = pair["interval"]
+    return of_share(pair["win_rate"], num) if num < FEW_PROMPTS else (low, high)
+
+
+def _both(figures: Mapping[str, Any], before: str, after: str) -> tuple[float, float] | None:
+    first, last = figures.get(before), figures.get(after)
+    return None if first is None or last is None else (first, last)
 
 
 def ppo(metrics: Mapping[str, Any], curves: Mapping[str, Line], reward: Verdict | None, found: Evidence) -> Verdict:
@@ -117,12 +140,16 @@ def ppo(metrics: Mapping[str, Any], curves: Mapping[str, Line], reward: Verdict 
     kl = f"KL {number(_last(curves, 'eval_kl', metrics['kl']))} nats per response"
     kept = ""
     if "best_step" in metrics:
-        won = f", with a win rate over SFT {_by(found)} of {_rate(found)}" if found.win_rate is not None else ""
+        won = (
+            f", with a win rate over SFT {_by(found)} of {_rate(found)} {found.source}"
+            if found.win_rate is not None
+            else ""
+        )
         kept = f" The policy of iteration {metrics['best_step']} was kept{won}."
     unrelated = _unrelated(reward, found)
     fallen = _fallen(metrics, curves)
     if fallen is None and found.judged and found.interval and found.interval[1] < 0.5 and rose:
-        fallen = f"the win rate over SFT by the judge is {_rate(found)}"
+        fallen = f"the win rate over SFT by the judge is {_rate(found)} {found.source}"
     if fallen is not None and rose:
         if unrelated:
             return Verdict("broken_reward", "bad", f"Broken reward: {score} while {fallen}; {unrelated}; {kl}.{kept}")
@@ -146,35 +173,42 @@ def ppo(metrics: Mapping[str, Any], curves: Mapping[str, Line], reward: Verdict 
 def _compared(metrics: Mapping[str, Any], score: str, found: Evidence) -> Verdict:
     """Of a run in which nothing went wrong: whether PPO's answers are better than SFT's."""
     kl = f"KL {number(metrics['kl'])} nats per response"
-    quality = None if found.quality is None else "true quality {} → {}".format(*map(number, found.quality))
     if found.win_rate is None:
         return Verdict(
             "unknown", "open", f"Whether PPO improved is not shown: {score}, {kl}, but no answers were compared."
         )
-    if found.interval is None:
-        return Verdict(
-            "unknown", "open", f"Whether PPO improved is not shown: {score}, {kl}, win rate over SFT {_by(found)} "
-            f"{_rate(found)}."
-        )  # fmt: skip
+    if found.evaluated:  # all figures of the sentence are of the same answers
+        score = "" if found.score is None else _moved(*found.score)
+        kl = "" if found.kl is None else f"KL {number(found.kl)} nats per response"
+    quality = "" if found.quality is None else "quality by the judge {} → {}".format(*map(number, found.quality))
     rate = f"win rate over SFT {_by(found)} {_rate(found)}"
+    end = f"{', ' if kl else ''}{kl}; {found.source}."
+    brought = "".join(f"{part}, " for part in [quality or score] if part)
+    if found.interval is None:
+        return Verdict("unknown", "open", f"Whether PPO improved is not shown: {brought}{rate}{end}")
     if found.interval[0] > 0.5:
         if found.length_controlled and found.length_controlled[0] <= 0.5:
             return Verdict(
                 "only_longer",
                 "doubtful",
                 f"PPO's answers win, but perhaps by their length alone: {rate}, among answers of equal length "
-                f"{between(found.length_controlled)}; {kl}.",
+                f"{between(found.length_controlled)}{end}",
             )
         if not found.judged:
             return Verdict(
                 "raised_the_score",
                 "doubtful",
-                f"PPO raised the score, and no judge says whether the answers are better: {score}, {rate}, {kl}.",
+                "PPO raised the score, and no judge says whether the answers are better: "
+                f"{score}{', ' if score else ''}{rate}{end}",
             )
-        return Verdict("improved", "good", f"PPO improved: {quality or score}, {rate}, {kl}.")
+        return Verdict("improved", "good", f"PPO improved: {brought}{rate}{end}")
     if found.interval[1] < 0.5:
-        return Verdict("made_it_worse", "bad", f"PPO made it worse: {rate}, {quality or score}, {kl}.")
-    return Verdict("no_difference_shown", "open", f"No difference between PPO and SFT is shown: {rate}, {kl}.")
+        return Verdict("made_it_worse", "bad", f"PPO made it worse: {brought}{rate}{end}")
+    if max(found.interval[1] - 0.5, 0.5 - found.interval[0]) >= A_TENTH:
+        return Verdict(
+            "too_few_to_tell", "open", f"Too few to tell whether PPO's answers are better than SFT's: {rate}{end}"
+        )
+    return Verdict("no_difference_shown", "open", f"No difference between PPO and SFT is shown: {rate}{end}")
 
 
 def _by(found: Evidence) -> str:
@@ -185,10 +219,10 @@ def _rate(found: Evidence) -> str:
     assert found.win_rate is not None
     if found.interval is None:
         return f"{share(found.win_rate)} (of how many prompts is not recorded)"
-    prompts, source = f"{number(found.num_prompts)} prompts", ", from evaluation.json" if found.evaluated else ""
+    prompts = f"{number(found.num_prompts)} prompts"
     if found.at_least:
         return f"{share(found.win_rate)} (at least {prompts}; of so many the {between(found.interval)})"
-    return f"{share(found.win_rate)} ({prompts}, {between(found.interval)}{source})"
+    return f"{share(found.win_rate)} ({prompts}, {between(found.interval)})"
 
 
 def _last(curves: Mapping[str, Line], name: str, otherwise: float) -> float:
@@ -205,8 +239,13 @@ def _score(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> tuple[bool
     else:
         before, after = metrics.get("sft_score", 0.0), metrics.get("score", 0.0)
     before = metrics.get("sft_score", before)
-    word = "rose" if after > before else "fell"
-    return after > before, f"the score {word} from {number(before)} to {number(after)}"
+    return after > before, _moved(before, after)
+
+
+def _moved(before: float, after: float) -> str:
+    if number(before) == number(after):
+        return f"the score stayed at {number(after)}"
+    return f"the score {'rose' if after > before else 'fell'} from {number(before)} to {number(after)}"
 
 
 def _constant(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> str | None:
@@ -252,10 +291,10 @@ def _fallen(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> str | Non
         return None
     before = metrics.get("sft_true_quality")
     if before is None or step == 0:
-        return f"the true quality fell from {number(best)} to {number(last)}"
+        return f"the quality by the judge fell from {number(best)} to {number(last)}"
     return (
-        f"the true quality, at its best {number(best)} at iteration {number(int(step))}, fell to {number(last)} (SFT: "
-        f"{number(before)})"
+        f"the quality by the judge, at its best {number(best)} at iteration {number(int(step))}, fell to "
+        f"{number(last)} (SFT: {number(before)})"
     )
 
 

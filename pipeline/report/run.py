@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report.curves import Line, curves
 from rlhf.pipeline.report.ppo_verdict import Evidence, gather
-from rlhf.pipeline.summary import flat, nested, outcome, run_status
+from rlhf.pipeline.summary import flat, missing_folders, nested, outcome, run_status
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.evaluation.records import ANSWERS, FIGURES, Damaged, load_answers, load_figures
 
@@ -123,9 +123,10 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """The faults for a terminal, in a line each: file, line or key, and the cure."""
+        """The faults and missing folders for a terminal, in a line each: folder or file, line or key, and the cure."""
         cure = f"`rlhf eval {shlex.quote(str(self.folder))}` makes it anew"
-        return [f"{self.folder / name}{what}, and is left out; {cure}" for name, what in self.faults.items()]
+        faults = [f"{self.folder / name}{what}, and is left out; {cure}" for name, what in self.faults.items()]
+        return missing_folders(flat(self.status)) + faults
 
     @property
     def seconds(self) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf.pipeline.report.curves import Line, start_and_end
-from rlhf.pipeline.report.figures import between, wilson
+from rlhf.pipeline.report.figures import between, of_share
 from rlhf.stages.metric_names import number, share
 
 SAME_LOSS = 0.01
@@ -125,7 +125,7 @@ def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) ->
         return Verdict("constant", "bad", "The reward model is broken: it gives every answer the same score.")
     # Pairs of one prompt are not independent of each other, so prompts are what counts.
     num = metrics.get("num_eval_prompts") or (card or {}).get("num_prompts")
-    interval = wilson(accuracy, num) if num else (accuracy, accuracy)
+    interval = of_share(accuracy, num) if num else (accuracy, accuracy)
     known = f"accuracy {share(accuracy)} on held-out pairs"
     if num:
         known += f" of {number(num)} prompts ({between(interval)})"
@@ -133,18 +133,18 @@ def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) ->
         return Verdict("inverted", "bad", f"The reward model prefers the worse answer: {known}.")
     if interval[0] <= 0.5 and interval[1] >= WEAK_ACCURACY:
         return Verdict(
-            "too_few_prompts", "open", f"Whether the reward model is better than guessing is not shown: {known}."
+            "too_few_to_tell", "open", f"Too few to tell whether the reward model is better than guessing: {known}."
         )
     if interval[0] <= 0.5:
         return Verdict("guesses", "bad", f"The reward model is not good enough: {known}, and guessing reaches 0.50.")
     if longer is not None and accuracy <= max(longer, 1 - longer):
-        rule = f"always preferring the {'longer' if longer >= 0.5 else 'shorter'} answer"
+        rule = f"always preferring the {'longer' if longer >= 0.5 else 'shorter'} answer (in tokens)"
         if num and interval[1] >= min(max(longer, 1 - longer) + A_TENTH, 1.0):
             return Verdict(
-                "too_few_prompts",
+                "too_few_to_tell",
                 "open",
-                f"Whether the reward model knows more than the rule of {rule} is not shown: {known}, where the rule "
-                f"reaches {share(max(longer, 1 - longer))}.",
+                f"Too few to tell whether the reward model knows more than {rule} does: {known}, where that reaches "
+                f"{share(max(longer, 1 - longer))}.",
             )
         return Verdict(
             "no_better_than_length",
@@ -155,14 +155,14 @@ def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) ->
         return Verdict("below_its_bar", "bad", f"The reward model is below its bar: {'; '.join(failed)}.")
     for group in (card or {}).get("by_length", []):
         right, pairs = group["accuracy"], group["pairs"]
-        if group["name"] == "better answer shorter" and pairs >= SHORTER_WINS_PAIRS and wilson(right, pairs)[1] < 0.5:
+        if group["name"] == "better answer shorter" and pairs >= SHORTER_WINS_PAIRS and of_share(right, pairs)[1] < 0.5:
             return Verdict(
                 "likes_length",
                 "doubtful",
                 f"The reward model likes length: accuracy {share(accuracy)}, but {share(right)} on the {number(pairs)} "
                 "pairs whose better answer is the shorter one.",
             )
-    against = "" if longer is None else f"; always preferring the longer answer reaches {share(longer)}"
+    against = "" if longer is None else f"; always preferring the longer answer (in tokens) reaches {share(longer)}"
     if accuracy < WEAK_ACCURACY:
         return Verdict("weak", "doubtful", f"The reward model is weak: {known}{against}.")
     return Verdict("learned", "good", f"The reward model learned: {known}{against}.")

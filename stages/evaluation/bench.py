@@ -26,8 +26,6 @@ from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.sft.config import SFTSettings
 
 Say = Callable[[str], None]
-MAX_NEW_TOKENS = 128
-"""Longest answer where the run has no ppo section that says."""
 
 
 @dataclass
@@ -96,11 +94,11 @@ class Bench:
 
     def _without_ppo(self, of_sft: SFTSettings) -> PPOSettings:
         """How a run is asked that has no ppo, or none yet."""
-        length, reward = min(MAX_NEW_TOKENS, of_sft.max_length // 2), self.done.get("reward")
+        length, reward = min(self.asked.max_new_tokens, of_sft.max_length // 2), self.done.get("reward")
         return PPOSettings.load(
             {
                 "data": of_sft.data.model_dump(), "seed": of_sft.seed, "max_new_tokens": length,
-                "max_prompt_length": of_sft.max_length - length,
+                "max_prompt_length": of_sft.max_length - length, "temperature": self.asked.temperature,
                 "reward_model": str(Artifact(reward.absolute()).model) if reward else None,
             },
             "evaluation",

@@ -8,7 +8,7 @@ from rlhf.stages.settings import ServedModel, Settings
 
 
 class EvaluationSettings(Settings):
-    """How much is measured; what answers are sampled with is the run's own."""
+    """How much is measured; what answers are sampled with is that of the run's ppo stage, once it is finished."""
 
     form: Literal["full", "cheap"] = "full"
     """cheap is what a run does after a stage, and keeps what it has measured before."""
@@ -20,6 +20,10 @@ class EvaluationSettings(Settings):
     """Answers of SFT to each prompt for the best-of-n curve; 0 for none."""
     num_tokens: int = Field(50_000, ge=1)
     """Held-out tokens, of text and of responses, that perplexities are taken of, if there are as many."""
+    max_new_tokens: int = Field(128, ge=1)
+    """Longest answer where the run has no finished ppo stage, which has its own; at most half of sft.max_length."""
+    temperature: float = Field(1.0, gt=0)
+    """What it is sampled at there."""
     judge: str | None = None
     """module:function (prompts, responses) -> qualities."""
     judge_from: ServedModel | None = None

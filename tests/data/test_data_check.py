@@ -225,6 +225,9 @@ def test_samples_show_the_first_few_as_read_without_the_middle_of_long_texts(wri
         {"row": 4, "prompt": "p", "response": "r"},
     ]
     assert check(write({"prompt": "p", "other": [1]}), "prompts")["samples"] == [{"row": 1, "prompt": "p"}]
+    answers, ranks = [f"a{n}" for n in range(12)], list(range(1, 13))
+    [sample] = check(write({"prompt": "p", "responses": answers, "ranks": ranks}), "preferences")["samples"]
+    assert sample == {"row": 1, "prompt": "p", "responses": answers[:10], "ranks": ranks[:10], "more_answers": 2}
     assert check(write({"text": long}), "text")["samples"] == [{"row": 1, "text": "a" * 160 + " … " + "c" * 60}]
 
 

@@ -8,6 +8,7 @@ from formats_world import dropped, found, read, user
 
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Ranking
+from rlhf.data.formats import MOST_ANSWERS
 from rlhf.data.recognise import recognise
 from rlhf.data.rows import load, read_rankings
 from rlhf.data.sources import Source
@@ -42,7 +43,24 @@ def test_of_scores_higher_is_better_and_the_mean_counts() -> None:
 def test_scores_beside_ranks_are_strengths_if_all_are_there() -> None:
     rows = [row | {"score": score} for row, score in zip(answers(2, 1), (3, 4), strict=True)]
     assert read(*rows).rows == [Ranking(Q, ["a", "b"], [2, 1], [3, 4])]
-    assert read(rows[0], rows[1] | {"score": None}).rows == [Ranking(Q, ["a", "b"], [2, 1])]
+    for said in (None, "good", "4/10", True):
+        assert read(rows[0], rows[1] | {"score": said}).rows == [Ranking(Q, ["a", "b"], [2, 1])]
+
+
+def test_ranks_that_scores_contradict_are_warned_of() -> None:
+    rows = [row | {"score": score} for row, score in zip(answers(1, 2, 3), (1, 5, 9), strict=True)]
+    others = [row | {"score": score} for row, score in zip(answers(1, 2, prompt="R"), (2, 2), strict=True)]
+    [warning] = read(*others, *rows).report.warnings
+    assert warning == (
+        "1 ranking (row 3) has a lower score or strength for an answer of better rank; ranks decide, and 1 is the "
+        "best: do both mean the same?"
+    )
+    many = [row | {"score": row["rank"], "prompt": f"{n}"} for n in range(7) for row in answers(1, 2)]
+    assert read(*many).report.warnings[0].startswith("7 rankings (rows 1, 3, 5, 7, 9, …) have a lower score or")
+    assert read(*others).report.warnings == []
+    own = {"prompt": "Q", "responses": ["a", "b"], "ranks": [1, 2], "strengths": [0, 1]}
+    assert read(own).report.warnings[0].startswith("1 ranking (row 1) has")
+    assert read(own, kind="prompts").report.warnings == []
 
 
 @pytest.mark.parametrize(
@@ -152,8 +170,6 @@ def test_other_formats_and_our_own_columns_come_first() -> None:
         assert (loaded.report.format, loaded.rows) == ("ranked_columns", [Ranking(Q, ["x", "y"], [2, 1])])
     rated = {"prompt": "Q", "response": "a", "helpfulness": 1, "score": 5}
     assert read(rated, rated | {"response": "b", "helpfulness": 2}).report.format == "helpsteer_ratings"
-    thumb = {"prompt": "Q", "completion": "a", "label": True, "score": 5}
-    assert list(dropped(read(thumb))) == ["one answer that was judged good or bad, with none to compare"]
 
 
 @pytest.mark.parametrize("said", [{"format": "scored_answers"}, {"map": {"response": "response", "score": "score"}}])
@@ -165,5 +181,86 @@ def test_one_answer_a_row_beside_numbered_ones_is_read_where_the_source_says_so(
 
 
 def test_their_prompts_are_prompts(tmp_path: Path) -> None:
-    source = table(tmp_path, "query,candidate,rank\nQ,a,1\nQ,b,2\n")
-    assert [prompt.messages for prompt in load(source, "prompts").rows] == [Q]
+    source = table(tmp_path, "query,candidate,rank\nQ,a,1\nQ,b,2\nR,a,no\nS,,\n")
+    loaded = load(source, "prompts")
+    assert [prompt.messages for prompt in loaded.rows] == [Q, R, [user("S")]]
+    assert dropped(loaded) == {"duplicate prompt": [2]}
+    for format in ("ranked_answers", "scored_answers"):
+        source = table(tmp_path, f"instruction,candidate,{'rank' if format < 's' else 'score'}\nQ,a,1\n", format=format)
+        assert [prompt.messages for prompt in load(source, "prompts").rows] == [Q]
+
+
+def told(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize("name", ["rank", "score", "helpfulness"])
+def test_answers_that_were_offered_different_tools_are_of_different_prompts(name: str) -> None:
+    rows = [row | {"tools": [{"name": f"t{n % 2}"}]} for n, row in enumerate(answers(1, 2, 3, 4, name=name))]
+    loaded = read(*rows)
+    assert [ranking.responses for ranking in loaded.rows] == [["a", "c"], ["b", "d"]]
+    assert [ranking.prompt for ranking in loaded.rows] == [[told(f'Tools:\n{{"name": "t{n}"}}'), *Q] for n in range(2)]
+    assert list(dropped(read(*rows[:2]))) == ["fewer than two answers"]
+    assert dropped(read(*answers(1, 2, name=name), rows[2] | {"tools": "[{"})) == {"tools is broken JSON": [3]}
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "first"),
+    [
+        ({"prompt": "Q"}, "system", "system"),
+        ({"question": "Q"}, "system", "system"),
+        ({"question": "Q"}, "system_prompt", "system"),
+        ({"instruction": "Q"}, "history", "user"),
+    ],
+)
+def test_what_stands_before_the_question_tells_prompts_apart(row: dict[str, Any], name: str, first: str) -> None:
+    said = [[["s0", "A"]], [["s1", "A"]]] if name == "history" else ["s0", "s1"]
+    rows = [row | {"response": "abcd"[n], "rank": n, name: said[n % 2]} for n in range(4)]
+    loaded = read(*rows)
+    assert [ranking.responses for ranking in loaded.rows] == [["a", "c"], ["b", "d"]]
+    assert [ranking.prompt[0] for ranking in loaded.rows] == [{"role": first, "content": f"s{n}"} for n in range(2)]
+    assert all(ranking.prompt[-1:] == Q for ranking in loaded.rows)
+
+
+def test_so_many_answers_to_one_prompt_are_refused_and_the_prompt_is_named(tmp_path: Path) -> None:
+    def rows(num: int) -> str:
+        return "instruction,text,output,score\n" + "".join(f"Sum up,doc {n // 2},answer {n},{n}\n" for n in range(num))
+
+    assert len(read_rankings(table(tmp_path, rows(MOST_ANSWERS))).rows[0].ranks) == MOST_ANSWERS
+    many = table(tmp_path, rows(MOST_ANSWERS + 2))
+    why = (
+        r"row 1: more than 1000 answers to one prompt: 1002 to 'Sum up'; does another column tell the prompts apart\? "
+        r"map: \{prompt: YOURS\}"
+    )
+    with pytest.raises(DataError, match=why):
+        read_rankings(many)
+    mapped = table(tmp_path, rows(MOST_ANSWERS + 2), map={"prompt": "text", "response": "output"})
+    assert len(read_rankings(mapped).rows) == MOST_ANSWERS // 2 + 1
+
+
+def test_many_verdicts_on_few_answers_are_not_many_answers() -> None:
+    loaded = read(*answers(1, 2, name="score") * (MOST_ANSWERS // 2 + 1))
+    assert [ranking.ranks for ranking in loaded.rows] == [[2, 1]]
+
+
+def test_scores_whose_mean_is_no_number_cost_their_prompt() -> None:
+    huge = [*answers(1e308, 1, name="score"), *answers(1e308, name="score")]
+    assert dropped(read(*huge)) == {"a score is not a finite number": [1, 2, 3]}
+    ranked = [row | {"rank": rank} for row, rank in zip(huge, (1, 2, 1), strict=True)]
+    assert read(*ranked).rows == [Ranking(Q, ["a", "b"], [1, 2])]
+
+
+@pytest.mark.parametrize("name", ["rank", "score"])
+def test_beside_ranks_and_scores_a_label_does_not_matter(name: str) -> None:
+    rows = [row | {"label": label} for row, label in zip(answers(1, 2, 3, name=name), (None, True, False), strict=True)]
+    loaded = read(*rows)
+    assert [ranking.responses for ranking in loaded.rows] == [["a", "b", "c"]]
+    assert dropped(loaded) == {}
+
+
+def test_an_answer_without_the_column_of_its_rank_is_named(tmp_path: Path) -> None:
+    loaded = read(*answers(1, 2), {"prompt": "Q", "response": "c"})
+    assert loaded.rows == [Ranking(Q, ["a", "b"], [1, 2])]
+    assert loaded.report.first_bad() == (3, "an answer without its rank or score: its row has no such column")
+    pair = {"prompt": "Q", "chosen": "x", "rejected": "y", "response": "z"}
+    assert len(read(*answers(1, 2), pair).rows) == 2

@@ -75,6 +75,13 @@ def test_scores_beside_ranks_are_strengths() -> None:
     row: dict[str, Any] = {"prompt": "Q", "answer_1": "x", "answer_2": "y", "rank_1": 1, "rank_2": 2}
     assert read(row | {"score_1": 9, "score_2": 4}).rows == [Ranking(Q, ["x", "y"], [1.0, 2.0], [9.0, 4.0])]
     assert read(row | {"score_1": 9, "score_2": None}).rows[0].strengths is None
+    assert read(row | {"score_1": "good", "score_2": 4}).rows == [Ranking(Q, ["x", "y"], [1.0, 2.0])]
+
+
+def test_a_system_message_stands_before_the_question_in_whichever_column_it_is() -> None:
+    row = {"answer_1": "x", "answer_2": "y", "rank_1": 1, "rank_2": 2, "system": "S"}
+    for name in ("prompt", "question"):
+        assert read(row | {name: "Q"}).rows[0].prompt == [{"role": "system", "content": "S"}, *Q]
 
 
 def test_half_of_an_answer_is_left_out_and_counted() -> None:

@@ -143,6 +143,16 @@ def test_a_summary_that_several_people_rated_has_the_mean_of_their_ratings() -> 
     assert ranking.strengths == [4.5, 4]
 
 
+def test_ratings_whose_mean_is_no_number_cost_their_prompt() -> None:
+    loaded = read(summary(" Cat.", 1e308), summary(" Cat hides.", 4), summary("Cat.", 1e308))
+    assert dropped(loaded) == {"a score is not a finite number": [1, 2, 3]}
+    ratings = ("1e308",) * 4
+    loaded = read(
+        feedback(completion("Wind", ratings=ratings), completion("Sun"), completion("Moon", ratings=(4,) * 4))
+    )
+    assert loaded.rows[0].responses == ["Sun", "Moon"]
+
+
 def test_rated_summaries_that_rank_nothing_are_each_counted() -> None:
     loaded = read(
         summary(" Snow.", 3, NEWS), summary(" Cat.", 2), summary(" Cat hides.", None), summary(" A shy cat.", 5),
@@ -154,6 +164,13 @@ def test_rated_summaries_that_rank_nothing_are_each_counted() -> None:
         "empty response": [5],
         "fewer than two answers": [1],
     }
+
+
+def test_prompts_of_rated_summaries_are_prompts_however_they_were_rated() -> None:
+    rows = summary(" Snow.", None, NEWS), summary(" Cat.", 2), summary(" Cat hides.", 3)
+    loaded = read(*rows, kind="prompts")
+    assert [prompt.messages for prompt in loaded.rows] == [[user(NEWS_PROMPT)], [user(REDDIT_PROMPT)]]
+    assert dropped(loaded) == {"duplicate prompt": [3]}
 
 
 # -- HelpSteer --------------------------------------------------------------------------------------------------

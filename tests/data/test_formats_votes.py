@@ -259,11 +259,17 @@ def test_several_annotators_of_the_same_outputs_are_one_ranking_by_majority(writ
     assert ranks(write(alpaca(1), alpaca(2), alpaca(0))) == [[1, 1]]  # no majority
     assert found(write(alpaca(1), alpaca(2)))[2:6] == (0, {"all answers tied": (2, [1, 2])}, 0, 1)
     assert [row.messages for row in read_prompts(write(alpaca(1), alpaca(2))).rows] == [[user("Translate.\ndog")]]
+    assert len(read_prompts(write(alpaca(None), format="alpaca_votes")).rows) == 1
 
 
 def test_a_judges_certainty_is_kept_as_strength(write: Any) -> None:
     [row] = read_rankings(write(alpaca(1.25), alpaca(1.5))).rows  # mean 1.375
     assert (row.ranks, row.strengths) == ([1, 2], [0.625, 0.375])
+
+
+def test_votes_where_other_tools_were_offered_are_on_another_prompt(write: Any) -> None:
+    rows = [alpaca(preference, tools=[{"name": f"t{n}"}]) for n, preference in enumerate((1, 2))]
+    assert ranks(write(*rows)) == [[1, 2], [2, 1]]
 
 
 def test_preferences_that_say_nothing_do_not_vote(write: Any) -> None:

@@ -21,7 +21,7 @@ from points import STAGES, Point
 
 from rlhf.pipeline.recipe import Recipe
 
-SECONDS = 20
+SECONDS = 60
 """More than that is no end, on a slow machine too."""
 
 

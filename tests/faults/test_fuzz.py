@@ -41,13 +41,14 @@ def test_spoilt_data_is_counted_or_refused(world: Path, server: Server) -> None:
         ("raise RefusedError('no')", "names no place"),
         ("open('stray', 'w').close()", "touches stray"),
         ("print('Traceback', file=sys.stderr)", "shows a traceback"),
-        ("time.sleep(9)", "hangs for more than 1 s"),
+        ("time.sleep(600)", "hangs for more than 1 s"),
     ],
 )
 def test_the_fuzzer_sees_what_is_wrong(
     world: Path, server: Server, monkeypatch: pytest.MonkeyPatch, breaks: str, problem: str
 ) -> None:
-    monkeypatch.setattr("fuzzing.SECONDS", 1)
+    if "hangs" in problem:
+        monkeypatch.setattr("fuzzing.SECONDS", 1)
     monkeypatch.setattr(
         cli, "app", lambda *_, **__: exec(breaks, {"sys": sys, "time": time, "RefusedError": RefusedError})
     )

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,26 +13,28 @@ from faults_world import write_world
 from forking import begin
 from launching import ranks
 
-RLHF = str(Path(sys.executable).parent / "rlhf")
-
-
 # Text that is read by a stage; in the process whose rank is in the file `hangs`, the fifth step waits for something
-# that does not come.
+# that does not come. From that step on, nothing moves: now a hundredth of `stop_hung_after` is enough.
 HANGS = """
 import os, time
 from pathlib import Path
 from rlhf.recipes import demo_world
 def documents():
     return [{"text": text} for text in demo_world.documents(num=60)]
-if Path("hangs").exists() and os.environ.get("RANK") == Path("hangs").read_text():
+if Path("hangs").exists():
+    from rlhf.stages import watchdog
     from rlhf.stages.pretrain import train
     optimise, calls = train.optimise, []
-    def hang(*arguments):
+    def hang():
+        time.sleep(600)
+    def step(*arguments):
         calls.append(1)
         if len(calls) == 5:
-            time.sleep(600)
+            watchdog._current.limit /= 100
+            if os.environ.get("RANK") == Path("hangs").read_text():
+                hang()
         return optimise(*arguments)
-    train.optimise = hang
+    train.optimise = step
 """
 # The pretrain stage in two processes.
 WORDS = [
@@ -47,7 +47,6 @@ WORDS = [
     "num_processes=2",
     "pretrain.data=text:documents",
 ]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def prepare(home: Path, hangs: str | None) -> None:
@@ -75,9 +74,7 @@ def test_a30_two_runs_at_once_do_not_meet_and_one_whose_process_is_killed_ends_i
             assert killed.process.exitcode is None
             time.sleep(0.01)
         os.kill(ranks(homes[1])["RANK=0"], signal.SIGKILL)
-        began = time.monotonic()
-        ended = killed.end(60)
-        assert time.monotonic() - began < 15
+        ended = killed.end(60)  # what waits for a process that is gone, waits for hours
         assert ranks(homes[1]) == {}
         assert ended.returncode == 1
         last = ended.stderr.splitlines()[-1]
@@ -98,18 +95,14 @@ def test_a30_two_runs_at_once_do_not_meet_and_one_whose_process_is_killed_ends_i
 
 
 def test_a_process_that_hangs_ends_all_and_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
-    """Started as one types it; no process here is forked from one that has imported everything."""
     prepare(tmp_path, hangs="1")
-    run = subprocess.run(
-        [RLHF, *WORDS, "stop_hung_after=6"], cwd=tmp_path, env=os.environ | ENVIRONMENT, timeout=120, check=False,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    said = run.stdout
-    assert run.returncode == 1, said
+    ended = begin(*WORDS, "stop_hung_after=250", cwd=tmp_path).end(240)
+    assert ended.returncode == 1, ended
     assert ranks(tmp_path) == {}
-    last = said.splitlines()[-1]
+    last = ended.stderr.splitlines()[-1]
     assert last.startswith("error: pretrain: it stands still: rank 1 (pid ")
     assert "after step 4" in last
+    assert "raise stop_hung_after, which is 2.5 seconds" in last
     assert "it goes on from step 4" in last
     [log] = (tmp_path / "run").glob("pretrain-*/error.log")
     assert "in hang" in log.read_text()  # where it hangs

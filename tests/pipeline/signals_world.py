@@ -1,9 +1,10 @@
-"""`rlhf` in processes of their own that take as long as one likes in a phase of the run."""
+"""`rlhf` in processes of their own that stay in a phase of the run until a test lets them go on."""
 
 import ctypes
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -11,6 +12,12 @@ from typing import Any
 from forking import become, end_group, fork
 
 from rlhf.pipeline import launch, report
+from rlhf.stages import signals, stopping
+
+SECONDS = 120.0
+"""How long something is waited for: with a wide margin, since other tests are at work too."""
+FOR_EVER = 600.0
+"""Seconds that nobody waits for."""
 
 RECIPE = """
 pretrain:
@@ -55,13 +62,28 @@ def documents():
 
 
 class Run:
-    """One that has been started; `slow` in a phase when `has_begun`."""
+    """One that has been started."""
 
     def __init__(self, pid: int, home: Path) -> None:
         self.pid, self.home = pid, home
+        self.sent = monotonic()
+        """When it got its last signal."""
 
     def send(self, number: int) -> None:
+        """Send it a signal, and wait until it has arrived."""
+        self.sent = monotonic()
         os.kill(self.pid, number)
+        wait_for(lambda: not self._is_pending())
+
+    def go_on(self) -> None:
+        """Let it leave the phase in which it is."""
+        (self.home / "go_on").touch()
+
+    def _is_pending(self) -> bool:
+        about: list[str] = []
+        with suppress(OSError):  # it is gone
+            about = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return any(int(line.split()[1], 16) for line in about if line.startswith(("SigPnd", "ShdPnd")))
 
     @property
     def said(self) -> str:
@@ -74,30 +96,44 @@ class Server:
     def __init__(self, home: Path) -> None:
         self.home = home
 
-    def start(self, *words: str, phase: str = "", seconds: float = 60, number: int = 1, stuck: bool = False) -> Run:
-        """`rlhf WORDS`; the `number`-th time that it is in `phase`, it takes some `seconds` there before it goes on.
+    def start(
+        self, *words: str, phase: str = "", number: int = 1, stuck: bool = False, echo: float = signals.SECONDS_OF_ECHO,
+        share: float = stopping.SHARE_TO_FINISH,
+    ) -> Run:  # fmt: skip
+        """`rlhf WORDS`; the `number`-th time that it is in `phase`, it stays there until it may `go_on`.
 
-        It is `stuck` where no handler is called: in a library that does not come back.
+        It is `stuck` where no handler is called: in a library that does not come back. `echo` and `share` stand for
+        SECONDS_OF_ECHO and SHARE_TO_FINISH.
         """
-        (self.home / "begun").unlink(missing_ok=True)
-        order = {"phase": phase, "seconds": seconds, "number": number, "stuck": stuck}
+        for name in ("begun", "go_on", "late"):
+            (self.home / name).unlink(missing_ok=True)
+        order = {"phase": phase, "number": number, "stuck": stuck, "echo": echo, "share": share}
         self._process = fork(_become, self.home, words, order)
         assert self._process.pid is not None
         run = Run(self._process.pid, self.home)
         if phase:
-            until = monotonic() + 60
-            while not (self.home / "begun").exists():
-                assert monotonic() < until, run.said
-                sleep(0.01)
+            self.has_begun(run)
         return run
 
-    def wait(self) -> tuple[int, float]:
-        """Exit code of the run (that of a signal is negative), and for how long it was waited for."""
-        began = monotonic()
-        self._process.join()
+    def has_begun(self, run: Run) -> None:
+        """Wait until it is in its phase."""
+        wait_for(lambda: (self.home / "begun").exists() or self._process.exitcode is not None)
+        assert (self.home / "begun").exists(), run.said
+
+    def wait(self) -> int:
+        """Exit code of the run (that of a signal is negative)."""
+        self._process.join(SECONDS)
         end_group(self._process)
+        self._process.join()
         assert self._process.exitcode is not None
-        return self._process.exitcode, monotonic() - began
+        return self._process.exitcode
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = monotonic() + SECONDS
+    while not condition():
+        assert monotonic() < until
+        sleep(0.01)
 
 
 def _slow(order: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,12 +148,22 @@ def _slow(order: dict[str, Any], function: Callable[..., Any]) -> Callable[..., 
                 mutex = ctypes.create_string_buffer(64)
                 for _ in range(2):  # the second time it waits for itself
                     ctypes.CDLL(None).pthread_mutex_lock(mutex)
-            until = monotonic() + order["seconds"]
-            while monotonic() < until:
+            until = monotonic() + FOR_EVER
+            while not Path("go_on").exists() and monotonic() < until:
                 sleep(0.01)
         return function(*arguments, **named)
 
     return slow
+
+
+def _telling(on_alarm: Callable[..., None]) -> Callable[..., None]:
+    """It says in a file that what was under way took too long."""
+
+    def told(*arguments: Any) -> None:
+        Path("late").touch()
+        on_alarm(*arguments)
+
+    return told
 
 
 def _become(home: Path, words: tuple[str, ...], order: dict[str, Any]) -> None:
@@ -127,6 +173,9 @@ def _become(home: Path, words: tuple[str, ...], order: dict[str, Any]) -> None:
     for descriptor in (1, 2):
         os.dup2(said, descriptor)
     launch.stays_in_process = lambda *_: True
+    signals.SECONDS_OF_ECHO = stopping.SECONDS_OF_ECHO = order["echo"]
+    stopping.SHARE_TO_FINISH = order["share"]
+    stopping.Stopping._on_alarm = _telling(stopping.Stopping._on_alarm)
     if order["phase"] != "report":  # drawing takes longer than all the rest
         report.render = lambda run_dir: (run_dir / "report.html").touch()
     if order["phase"]:

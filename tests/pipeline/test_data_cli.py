@@ -62,6 +62,40 @@ def test_check_tells_people_all_that_it_found(rlhf: Call) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "row", "counts"),
+    [
+        ("text", {"text": "a"}, "rows 1  kept 1  duplicates 0"),
+        ("prompts", {"prompt": "a"}, "rows 1  kept 1  prompts 1  duplicates 0"),
+        ("demonstrations", {"prompt": "a", "response": "b"}, "rows 1  kept 1  prompts 1  duplicates 0"),
+    ],
+)
+def test_check_counts_what_a_kind_has_and_leaves_one_blank_line(
+    rlhf: Call, kind: str, row: dict[str, str], counts: str
+) -> None:
+    Path("k.jsonl").write_text(json.dumps(row) + "\n")
+    out = rlhf("data", "check", "k.jsonl", "--as", kind)[1]
+    assert out.splitlines()[1:4] == [counts, "", "as read, row 1"]
+    Path("k.jsonl").write_text((json.dumps(row) + "\n") * 2 + "{\n")
+    assert "\n\n\n" not in rlhf("data", "check", "k.jsonl", "--as", kind)[1]
+
+
+def test_a_table_of_unknown_columns_is_asked_for_its_header(rlhf: Call) -> None:
+    Path("w.csv").write_text("Who?,Me.,1\nWho?,You.,2\n")
+    err = rlhf("data", "check", "w.csv", "--as", "preferences")[2]
+    assert err.endswith("name yours with map: {prompt: YOURS}; or is the line with the names of the columns missing?\n")
+    Path("p.csv").write_text("prompt\nWho?\n")
+    assert "missing?" not in rlhf("data", "check", "p.csv", "--as", "preferences")[2]
+    err = rlhf("data", "check", "w.csv", "--as", "text")[2]
+    assert err.endswith("column: YOURS; or is the line with the names of the columns missing?\n")
+
+
+def test_check_shows_the_first_of_many_answers_and_counts_the_others(rlhf: Call) -> None:
+    Path("k.csv").write_text("prompt,response,rank\n" + "".join(f"a,b{n},{n}\n" for n in range(1, 13)))
+    out = rlhf("data", "check", "k.csv", "--as", "preferences")[1]
+    assert out.splitlines()[-2:] == ['  rank 10: "b10"', "  … and 2 more"]
+
+
 def test_check_draws_tables_on_a_terminal(rlhf: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")  # without colours

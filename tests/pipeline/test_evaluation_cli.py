@@ -19,6 +19,7 @@ from rlhf.pipeline.evaluation_tables import show
 from rlhf.pipeline.launch import Ended
 from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.recipe import load_recipe
+from rlhf.pipeline.report.run import read_run
 from rlhf.stages.artifact import STAGES
 from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.records import EvaluationFailed
@@ -198,9 +199,9 @@ def test_eval_refuses_what_cannot_be_meant(
     assert (code, message in err) == (2, True)
 
 
-@pytest.mark.parametrize(("words", "stream"), [((), 0), (("--json",), 1)])
-def test_eval_says_how_far_it_is_and_never_between_the_figures_of_json(
-    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], stream: int
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_eval_says_how_far_it_is_and_never_between_the_figures(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
 
@@ -210,9 +211,49 @@ def test_eval_says_how_far_it_is_and_never_between_the_figures_of_json(
         yield say
 
     monkeypatch.setattr(progress, "telling", telling)
-    streams = rlhf("eval", "run", *words)[1:]
-    assert streams[stream].splitlines()[0] == "loading …"
-    assert "loading" not in streams[1 - stream]
+    out, err = rlhf("eval", "run", *words)[1:]
+    assert err.splitlines()[0] == "starting …"
+    assert "starting" not in out
+
+
+def test_a_run_says_that_it_is_the_evaluation_which_goes_on(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines stand between those of the stages."""
+
+    @contextmanager
+    def telling(what: str, say: Any) -> Iterator[Any]:
+        yield say
+
+    def evaluate(run_dir: Path, done: dict[str, Path], asked: EvaluationSettings, say: Any) -> dict[str, Any]:
+        say("sft: 0 of 4 answers")
+        return stages.evaluate(run_dir, done, asked, say)
+
+    monkeypatch.setattr(evaluation, "telling", telling)
+    monkeypatch.setattr(sys.modules["rlhf.stages.evaluation.evaluate"], "evaluate", evaluate)
+    said = run(scope=Scope(last="pretrain"))
+    assert "evaluation, sft: 0 of 4 answers" in said
+    assert "sft: 0 of 4 answers" not in said
+
+
+def test_answers_are_drawn_as_the_recipe_s_ppo_draws_them_before_it_is_finished(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a stage, and by `rlhf eval`; without a ppo section by what is usual."""
+    asked = asked_for(stages, monkeypatch)
+    rlhf(
+        "run", "recipe.yaml", "--run-dir", "run", "--to", "sft", "ppo.max_new_tokens=20", "ppo.temperature=0.7",
+        "ppo.max_prompt_length=30",
+    )  # fmt: skip
+    rlhf("eval", "run")
+    rlhf("eval", "run", "--cheap")
+    assert [(one.max_new_tokens, one.temperature) for one in asked] == [(20, 0.7)] * 4
+    path = RUN / "recipe.yaml"
+    recipe = OmegaConf.load(path)
+    del recipe["ppo"]
+    OmegaConf.save(recipe, path)
+    rlhf("eval", "run")
+    assert (asked[-1].max_new_tokens, asked[-1].temperature) == (128, 1.0)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
@@ -236,9 +277,8 @@ def test_a_run_ends_with_the_verdict_on_each_stage(world: Path, stages: FakeStag
         "? Pretraining tells no held-out loss, so nothing is known of what it learned.",
         "✓ SFT learned: held-out loss 2.00 → 1.00.",
     ]
-    assert verdicts[3].startswith(
-        "✗ PPO made it worse: win rate over SFT by the judge 0.20 (100 prompts, 95 % interval"
-    )
+    assert verdicts[3].startswith("✗ PPO made it worse: ")
+    assert "win rate over SFT by the judge 0.20 (100 prompts, 95 % interval" in verdicts[3]
     assert verdicts[4] == "report: run/report.html"
 
 
@@ -273,6 +313,35 @@ def test_a_copy_without_the_whole_folder_of_a_finished_stage_is_refused(
     assert [figures["model"].partition("-")[0] for figures in models.values()] == ["pretrain", "sft", "ppo"]
 
 
+def test_status_and_report_say_that_the_folder_of_a_finished_stage_is_missing(
+    world: Path, stages: FakeStages, rlhf: Call
+) -> None:
+    """In a copy that was made without it, or with a part of it; the status of the stage stays what it was."""
+    rlhf("run", "recipe.yaml", "--run-dir", "run")
+    code, out, err = rlhf("status", "run")
+    assert (code, err, "missing" in out) == (0, "", False)
+    assert read_run("run").warnings == []
+    assert "message" not in json.loads(rlhf("status", "run", "--json")[1])["stages"]["reward"]
+    for stage in STAGES:
+        shutil.copytree("run", stage)
+        (folder,) = Path(stage).glob(f"{stage}-*")
+        for leave_out in ((folder / "manifest.json").unlink, lambda folder=folder: shutil.rmtree(folder)):
+            leave_out()
+            code, out, _ = rlhf("status", stage)
+            told = f"{stage}: the folder {folder.name} of this run is not finished or missing; copy it whole from"
+            (row,) = [line for line in out.splitlines() if line.startswith(f"{stage} ")]
+            (line,) = [line for line in out.splitlines() if line.startswith(f"warning: {told}")]
+            assert "done, folder missing" in row
+            assert line.endswith(f"or `rlhf run {stage}/recipe.yaml --run-dir {stage}` makes it anew")
+            assert code == 0
+            entries = json.loads(rlhf("status", stage, "--json")[1])["stages"]
+            assert {entry["status"] for entry in entries.values()} == {"done"}
+            assert f"warning: {entries[stage]['message']}" == line
+            assert [warning for warning in read_run(stage).warnings if "missing" in warning] == [
+                entries[stage]["message"]
+            ]
+
+
 def shown(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines that are printed of it, without what aligns them."""
     show(found)
@@ -292,7 +361,28 @@ def test_the_table_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> No
     lines = shown(figures(model=model, best_of_n=[best]), capsys)
     assert lines[0] == "model text ppl score KL from sft tokens distinct-2"
     assert lines[1] == "sft (sft-1) 3.46 1.00 ± 0.250 0.500 (0.400 to 0.600) 12.0 0.968"
-    assert "2 0.193 0.500 (0.250 to 0.750) –" in lines
+    assert lines[-2:] == ["best of KL score", "2 0.193 0.500 (0.250 to 0.750)"]  # and no column that would be empty
+    judged = shown(figures(model=model, best_of_n=[best | {"quality": 0.75}, best]), capsys)
+    assert judged[-3:] == [
+        "best of KL score quality", "2 0.193 0.500 (0.250 to 0.750) 0.750", "2 0.193 0.500 (0.250 to 0.750) –",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("best_of", "told"),
+    [
+        (16, "best of: 16 answers of sft to each prompt, the 4 above and 12 more; 1 is the mean of all 16"),
+        (4, "best of: the first 4 of the 4 answers of sft above to each prompt"),
+        (1, "best of: the first 1 of the 4 answers of sft above to each prompt"),
+    ],
+)
+def test_below_the_best_of_n_stands_of_which_answers_they_are(
+    capsys: pytest.CaptureFixture[str], best_of: int, told: str
+) -> None:
+    """They are others than those of the first table, so that the best of 1 is not its score."""
+    best = {"n": 1, "kl": 0.0, "score": 0.5, "score_interval": [0.25, 0.75], "quality": None}
+    settings = {"num_prompts": 9, "num_samples": 4, "best_of": best_of}
+    assert shown(figures(best_of_n=[best], settings=settings), capsys)[-1] == told
 
 
 def test_shares_have_the_digits_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,12 @@ import socket
 import sys
 import textwrap
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import sleep
 from typing import Any
 
 import pytest
-from forking import begin, fork
+from forking import begin, fork, free_port
 from launching import start_by_forking
 
 from rlhf.pipeline import cli, follow, launch
@@ -39,12 +39,9 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def recipe(world: Path) -> Recipe:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     Path("machines.yaml").write_text(
         "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 2\nmachine_rank: 0\nuse_cpu: true\n"
-        f"main_process_ip: 127.0.0.1\nmain_process_port: {port}\nmixed_precision: 'no'\n"
+        f"main_process_ip: 127.0.0.1\nmain_process_port: {free_port()}\nmixed_precision: 'no'\n"
     )
     return load_recipe("recipe.yaml", ["accelerate_config=machines.yaml"])
 
@@ -56,7 +53,7 @@ def test_each_machine_starts_its_part_of_a_stage(recipe: Recipe) -> None:
     first = fork(first_machine, Path.cwd())
     other = begin("follow", str(run_dir), "1", cwd=Path.cwd())
     first.join(120)
-    ended = other.end(30)
+    ended = other.end(120)
     assert (first.exitcode, ended.returncode) == (0, 0), ended
     assert [(run_dir / "sft-1" / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 0 2", "2 1 2"]
     assert not (run_dir / "sft-1" / launch.ORDER).exists()
@@ -108,16 +105,30 @@ def order(stage: str, pid: int, mark: str = "") -> None:
 
 
 def followed(status: str, *stages: str) -> int:
-    """The exit code of a machine that follows a run of these stages."""
-    with held(Path("run"), 0):
-        code: list[int] = []
-        thread = Thread(target=lambda: code.append(follow.follow(Path("run").absolute(), 3, lambda _: None)))
-        thread.start()
-        for stage in stages:
-            order(stage, os.getpid())
-        write_summary(Path("run"), {stage: Entry(status) for stage in stages})  # type: ignore[arg-type]
-        thread.join(0.7)
-    thread.join(20)
+    """The exit code of a machine that follows a run of these stages, which ends when that machine has nothing to do."""
+    code: list[int] = []
+    ordered, idle = Event(), Event()
+    find = follow.Run.order
+
+    def finding(run: follow.Run, known: set[str]) -> dict[str, Any] | None:
+        all_ordered = ordered.is_set()
+        found = find(run, known)
+        if found is None and all_ordered:
+            idle.set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follow.Run, "order", finding)
+        with held(Path("run"), 0):
+            thread = Thread(target=lambda: code.append(follow.follow(Path("run").absolute(), 3, lambda _: None)))
+            thread.start()
+            for stage in stages:
+                order(stage, os.getpid())
+            write_summary(Path("run"), {stage: Entry(status) for stage in stages})  # type: ignore[arg-type]
+            ordered.set()
+            while thread.is_alive() and not idle.wait(0.01):
+                pass
+        thread.join(60)
     return code[0]
 
 
@@ -172,7 +183,7 @@ def test_the_command_ends_with_the_code_of_what_it_followed(
 
 def test_a_machine_is_ended_when_the_run_is_gone(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the first machine is lost: its processes would wait for those of the others."""
-    ended = launch.to_its_end([sys.executable, "-c", "import time; time.sleep(60)"], {}, 5, None, lambda: True)
+    ended = launch.to_its_end([sys.executable, "-c", "import time; time.sleep(600)"], {}, 5, None, lambda: True)
     assert (ended.code, ended.received) == (-15, [])
 
 
@@ -187,7 +198,7 @@ def test_the_first_machine_ends_its_part_when_another_has_lost_its_own(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a process there was killed, and those here wait for it in a library that does not hear of it."""
-    waits = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "stage", "folder"]
+    waits = [sys.executable, "-c", "import time; time.sleep(600)", "-m", "stage", "folder"]
     monkeypatch.setattr(launch, "command", lambda *_: (waits, {}))
     folder = Path("sft-1")
     folder.mkdir()

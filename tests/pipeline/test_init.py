@@ -278,7 +278,7 @@ def test_what_is_held_out_of_too_little_is_left_out_with_it(
     why = f"held out, and {name}.jsonl is too little to train on"
     assert f"left out: {name}_test.jsonl: {why}" in out
     [line] = [line for line in out.splitlines() if line.startswith(f"{name}_test.jsonl")]
-    assert f"not used: {why}" in line
+    assert line.endswith("  not used")
     assert f"{name}_test" not in Path("mine.yaml").read_text().split("# Not in it:")[0]
 
 
@@ -307,6 +307,10 @@ def test_unusable_rows_are_allowed_for_aloud(here: Path, rlhf: Call) -> None:
     write_rows(here / "demos.jsonl", [*DEMONSTRATIONS * 6, {"prompt": "unanswered"}])
     _, out, _ = rlhf("init", "mine")
     assert "25 rows, 1 of them unusable" in out
+    assert (
+        "warning: demos.jsonl: 1 of its 25 rows cannot be used, row 25: empty response: no column 'response' (columns "
+        "found: prompt); with sft.max_dropped: 0.09 the run goes on without them; better mend them and take it out\n"
+    ) in out
     assert sections()["sft"].max_dropped == pytest.approx(0.09)  # twice 1 of 25, rounded up
 
 
@@ -418,10 +422,62 @@ def test_what_is_held_out_of_a_few_rows_is_warned_of(here: Path, rlhf: Call) -> 
     assert "warning" not in rlhf("init", "more", "many.jsonl")[1]
 
 
-def test_a_file_that_is_not_used_says_why_on_its_line(here: Path, rlhf: Call) -> None:
-    for name in ("demos.jsonl", "more.jsonl"):
+def test_why_files_are_not_used_is_said_once_with_all_of_them(here: Path, rlhf: Call) -> None:
+    for name in ("demos.jsonl", "later.jsonl", "more.jsonl"):
         write_rows(here / name, DEMONSTRATIONS)
     write_rows(here / "asked.jsonl", PROMPTS)
-    lines = {line.split()[0]: line for line in rlhf("init", "mine")[1].splitlines()}
-    assert "not used: there is no reward: it takes rankings, ppo.reward_model or ppo.rewards" in lines["asked.jsonl"]
-    assert "not used: demonstrations as in demos.jsonl, and a stage has one source" in lines["more.jsonl"]
+    out = rlhf("init", "mine")[1]
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert [lines[f"{name}.jsonl"].split("  ")[-1].strip() for name in ("asked", "later", "more")] == [
+        "not used: ppo is left out", "not used", "not used"
+    ]  # fmt: skip
+    assert "left out: ppo: there is no reward: it takes rankings, ppo.reward_model or ppo.rewards\n" in out
+    why = (
+        "later.jsonl, more.jsonl: demonstrations as in demos.jsonl, and a stage has one source; name the files to use "
+        "(parts of one table as one folder; of two versions of it one alone: rows in both would count twice)"
+    )
+    assert out.count("demonstrations as in") == 1
+    assert f"left out: {why}\n" in out
+    text = " ".join(Path("mine.yaml").read_text().replace("#", "").split())
+    assert text.count("demonstrations as in") == 1
+    assert why in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("prompts.txt", "Tell me of a fox.\n"), ("eval_questions.txt", "A fox.\n"), ("a.txt", "What?\n\nWho is it?\nSo.")],
+)
+def test_a_text_file_of_prompts_is_not_trained_on_as_raw_text(here: Path, rlhf: Call, name: str, text: str) -> None:
+    Path("story.txt").write_text(TEXT)
+    Path(name).write_text(text)
+    out = rlhf("init", "mine")[1]
+    assert sections()["pretrain"].sources().keys() == {"data"}
+    assert (
+        f"left out: {name}: looks like prompts, but a text file is raw text to pretrain on; as prompts they need a"
+        in out
+    )
+
+
+def test_a_text_with_some_questions_is_raw_text(here: Path, rlhf: Call) -> None:
+    Path("play.txt").write_text(f"Who is there?\n{TEXT}\nNay, answer me.\nStand!\n")
+    assert rlhf("init", "mine")[0] == 0
+    assert recipe().stages == ["pretrain"]
+
+
+def test_a_table_of_one_answer_a_row_is_named_in_the_recipe(here: Path, rlhf: Call) -> None:
+    Path("table.csv").write_text(ONE_A_ROW)
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    told = "Here one answer a row, with its rank (1 is best) or its score (higher is better)."
+    rlhf("init", "mine", "table.csv")
+    assert told in " ".join(Path("mine.yaml").read_text().replace("#", "").split())
+    rlhf("init", "other", "pairs.jsonl")
+    assert told not in " ".join(Path("other.yaml").read_text().replace("#", "").split())
+
+
+def test_a_table_without_its_header_is_asked_after_it(here: Path, rlhf: Call) -> None:
+    Path("table.csv").write_text(ONE_A_ROW.split("\n", 1)[1])
+    err = rlhf("init", "mine")[2]
+    assert (
+        "say which is which: --map prompt='Name a bird.' …; or is the line with the names of the columns missing?"
+        in err
+    )

@@ -99,13 +99,15 @@ def test_a_whole_run_without_network_home_terminal_or_locale(place: Path) -> Non
     assert done.stdout.count(": reuse ") == 4, done.stdout + done.stderr
 
 
-def test_a_stage_in_a_process_of_its_own_finds_its_way_too(place: Path) -> None:
-    config = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "mixed_precision": "no", "use_cpu": True}
-    (place / "accelerate ä.yaml").write_text(json.dumps(config))
+def test_a_stage_in_two_processes_of_its_own_finds_its_way_too(place: Path) -> None:
+    config = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1, "mixed_precision": "no"}
+    (place / "accelerate ä.yaml").write_text(json.dumps(config | {"use_cpu": True}))
     tiny(place, accelerate_config="accelerate ä.yaml")
     done = rlhf("run", "recipe.yaml", "--run-dir", "run é", "--to", "pretrain", cwd=place)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+    [sealed] = (place / "run é").glob("pretrain-*")
+    assert Artifact(sealed).manifest["made_with"]["processes"] == 2
 
 
 @pytest.mark.parametrize("closed", ["0", "1", "2"])

@@ -51,7 +51,7 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def appears(path: Path, seconds: float = 20) -> bool:
+def appears(path: Path, seconds: float = 120) -> bool:
     until = monotonic() + seconds
     while not path.exists() and monotonic() < until:
         sleep(0.02)
@@ -159,7 +159,7 @@ def test_a_signal_is_passed_on_and_the_saving_waited_for(
     # The launcher dies of the signal at once while its child, in the same group, still saves.
     die = f"signal.signal({number}, signal.SIG_DFL), time.sleep(0.2), os.kill(os.getppid(), {number})"
     with pytest.raises(SystemExit) as stopped:
-        run_script(monkeypatch, recipe, f"os.fork() and ({die}); time.sleep(60)")
+        run_script(monkeypatch, recipe, f"os.fork() and ({die}); time.sleep(600)")
     assert stopped.value.code == 128 + number
     assert json.loads(Path("status.json").read_text())["state"] == "stopped"
     assert handlers == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
@@ -171,7 +171,7 @@ def test_a_signal_that_came_too_late_still_ends_the_run(
 ) -> None:
     seal = "signal.signal({0}, lambda *_: (tell('done'), sys.exit(128 + {0}))); os.kill(os.getppid(), {0})"
     with pytest.raises(SystemExit) as stopped:
-        run_script(monkeypatch, recipe, seal.format(int(number)) + "; time.sleep(60)")
+        run_script(monkeypatch, recipe, seal.format(int(number)) + "; time.sleep(600)")
     assert stopped.value.code == 128 + number
     assert json.loads(Path("status.json").read_text())["state"] == "done"
 
@@ -236,7 +236,7 @@ def test_workers_of_a_group_save_and_are_gone(world: Path, kill_launcher: bool) 
     assert (told[0][0], told[0][2]) == ("2", "35")  # stop_within and a little more
     assert told[0][1] != "29500"
     assert all(Path(f"saved-{rank}").exists() for rank in (0, 1)) != kill_launcher
-    until = monotonic() + 5
+    until = monotonic() + 60
     pids = [int(path.stem) for path in Path().glob("*.pid")]
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and monotonic() < until:
         sleep(0.05)
@@ -261,7 +261,7 @@ def run_group(world: Path, kill_launcher: bool) -> None:
     launch._watched = watch
 
     def end() -> None:
-        assert appears(Path("status.json"), seconds=60)
+        assert appears(Path("status.json"), seconds=100)
         os.kill(groups[0], signal.SIGKILL) if kill_launcher else os.kill(os.getpid(), signal.SIGTERM)
 
     Thread(target=end, daemon=True).start()
@@ -271,20 +271,28 @@ def run_group(world: Path, kill_launcher: bool) -> None:
 
 def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(recipe: Recipe) -> None:
     run = f"""
+    from contextlib import contextmanager
     from pathlib import Path
     from rlhf.pipeline import launch
     from rlhf.pipeline.recipe import load_recipe
     from rlhf.pipeline.lock import held
     import sys
     launch.stays_in_process = lambda *_: False
-    launch.command = lambda *_: ([sys.executable, "-c", {(STAGE + "time.sleep(60)")!r}], {{}})
+    launch.command = lambda *_: ([sys.executable, "-c", {(STAGE + "time.sleep(600)")!r}], {{}})
+    watched = launch._watched
+    @contextmanager
+    def told(*arguments):
+        with watched(*arguments):
+            Path("watched").touch()
+            yield
+    launch._watched = told
     with held(Path(), 0) as lock:
         launch.run_stage("sft", Path(), load_recipe("recipe.yaml"), lock)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(run)])
     assert appears(Path("status.json"))
-    sleep(0.3)  # for the watcher to be there
+    assert appears(Path("watched"))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with held(Path(), patience=20):
+    with held(Path(), patience=120):
         assert json.loads(Path("status.json").read_text())["state"] == "stopped"

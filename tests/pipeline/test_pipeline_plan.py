@@ -1,6 +1,8 @@
 """The plan: run, resume or reuse, and the reason given."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,21 @@ def test_the_nearest_of_several_results_gives_the_reason(finished: Path) -> None
     run(load_recipe("recipe.yaml", ["reward.learning_rate=0.5"]), RUN, say=lambda text: None)
     assert plan("reward.learning_rate=0.5", "reward.centering=1")["reward"].reason == "reward.centering 0.0 → 1.0"
     assert actions(plan()) == ["reuse"] * 4
+
+
+@pytest.mark.parametrize(
+    ("state", "ended"),
+    [("stopped", "stopped"), ("failed", "failed"), ("refused", "failed"), ("running", "interrupted")],
+)
+def test_how_a_stage_ended_is_the_reason_to_resume_it(finished: Path, state: str, ended: str) -> None:
+    folder = plan()["reward"].folder
+    assert folder is not None
+    (folder / "manifest.json").unlink()
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": 3, "steps": 10, "message": ""}))
+    assert plan()["reward"].reason == f"{ended} before its first checkpoint; starts over"
+    (clear(folder) / "weights").write_text("abc")
+    swap_in(folder, 3, processes=1, device="cpu", state={})
+    assert plan()["reward"].reason == f"{ended}; goes on from step 3 of 10"
 
 
 def test_a_folder_without_manifest_is_resumed_from_its_newest_whole_checkpoint(finished: Path) -> None:
@@ -195,3 +212,16 @@ def test_missing_data_is_told_by_the_plan(world: Path) -> None:
     Path("text.jsonl").unlink()
     with pytest.raises(ValueError, match=r"text\.jsonl"):
         plan()
+
+
+def test_rows_are_not_read_and_the_plan_says_who_reads_them(
+    world: Path, stages: FakeStages, rlhf: Callable[..., tuple[int, str, str]]
+) -> None:
+    write_rows(Path("faulty.jsonl"), [{"prompt": "a", "chosen": "", "rejected": "b"}])
+    words = ("recipe.yaml", "--run-dir", "run")
+    told = "rows were not read: `rlhf run` does so before it trains, `rlhf data check PATH --as KIND` at once\n"
+    code, out, _ = rlhf("plan", *words, "reward.data=faulty.jsonl")
+    assert (code, out.count(told)) == (0, 1)
+    assert rlhf("run", *words, "reward.data=faulty.jsonl")[0] == 2
+    assert rlhf("run", *words)[0] == 0
+    assert told not in rlhf("plan", *words)[1]  # nothing runs, and none of them would be read

@@ -204,7 +204,7 @@ def test_what_a_stage_said_itself_is_not_said_again(world: Path, stages: FakeSta
     stages.in_stage.clear()
     said = run()  # the stage tells which checkpoints it passes over
     assert said[1].startswith("sft: resume sft-")
-    assert said[1].endswith(" (interrupted; starts over)")
+    assert said[1].endswith(" (stopped; starts over)")
 
 
 def test_a_signal_too_late_to_interrupt_a_stage_still_ends_the_run(

@@ -39,10 +39,12 @@ def drawings() -> None:
 
 def test_every_stage_shows_its_metric_before_and_after(tmp_path: Path) -> None:
     shown = words(page(make_run(tmp_path / "run", list(METRICS), [SAMPLE])))
-    assert "Pretraining ✓ better 6.93 → 2.16 held-out loss, nats per token, against guessing" in shown  # ln 1024 = 6.93
-    assert "SFT ✓ better 3.42 → 1.17 held-out loss, nats per token, against the base model" in shown
-    assert "Reward model ✓ better 0.57 → 0.87 held-out ranking accuracy, against “longer wins”" in shown
-    assert "PPO ✓ better 0.386 → 0.830 true quality by the judge, against SFT" in shown
+    assert (
+        "Pretraining ✓ learned 6.93 → 2.16 held-out loss, nats per token, against guessing" in shown
+    )  # ln 1024 = 6.93
+    assert "SFT ✓ learned 3.42 → 1.17 held-out loss, nats per token, against the base model" in shown
+    assert "Reward model ✓ learned 0.57 → 0.87 held-out ranking accuracy, against “longer wins” (in tokens)" in shown
+    assert "PPO ? too few to tell 0.386 → 0.830 quality by the judge, against SFT; at the end of the ppo stage" in shown
     assert "Together 50.0 s" in shown
 
 
@@ -53,8 +55,8 @@ def test_every_stage_has_a_verdict_and_the_run_an_outcome_at_the_top(tmp_path: P
     assert "SFT ✓ learned SFT learned: held-out loss 3.42 → 1.17. done 12.5 s" in shown
     top = shown[: shown.index("From raw text")]
     assert (
-        "PPO improved: true quality 0.386 → 0.830, win rate over SFT by the judge 0.82 (at least 40 prompts; of so "
-        "many the 95 % interval 0.67 to 0.91), KL 8.70"
+        "PPO improved: quality by the judge 0.386 → 0.830, win rate over SFT by the judge 0.82 (at least 40 prompts; "
+        "of so many the 95 % interval 0.67 to 0.91), KL 8.70 nats per response; at the end of the ppo stage."
     ) in " ".join(top.split())
     assert top.endswith("No stage before it gives cause for doubt. The last finished model is run/ppo-0123abcd/model. ")
     assert "What it means, and what to change" not in shown
@@ -72,24 +74,56 @@ def test_a_verdict_that_asks_for_it_says_what_to_change(tmp_path: Path) -> None:
 
 def test_a_stage_that_made_it_worse_is_said_to_be_worse(tmp_path: Path) -> None:
     shown = words(page(set_metrics(make_run(tmp_path / "run", ["sft"]), "sft", base_eval_loss=1.05)))
-    assert "SFT ✗ worse 1.05 → 1.17 held-out loss" in shown
+    assert "SFT ✗ made it worse 1.05 → 1.17 held-out loss" in shown
     assert "✗ made it worse SFT made it worse: held-out loss 1.05 → 1.17 nats per token." in shown
 
 
-def test_a_change_that_so_few_prompts_do_not_show_is_neither_better_nor_worse(tmp_path: Path) -> None:
+def test_what_so_few_prompts_do_not_show_is_said_alike_in_card_verdict_and_terminal(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", ["reward", "ppo"])
     set_metrics(run_dir, "reward", accuracy=0.0, longer_wins_accuracy=1.0, num_eval_prompts=1)
     set_metrics(run_dir, "ppo", true_quality=0.3, win_rate=0.4, num_eval_prompts=20)
     shown = words(page(run_dir))
     assert "Reward model ? too few to tell 1.00 → 0.00 held-out ranking accuracy" in shown
-    assert "? too few prompts Whether the reward model is better than guessing is not shown" in shown
-    assert "PPO ? too few to tell 0.386 → 0.300 true quality by the judge, against SFT; 20 prompts" in shown
+    assert "? too few to tell Too few to tell whether the reward model is better than guessing" in shown
+    assert (
+        "PPO ? too few to tell 0.386 → 0.300 quality by the judge, against SFT; 20 prompts, at the end of the ppo stage"
+    ) in shown
+    assert "? too few to tell Too few to tell whether PPO&#39;s answers are better than SFT&#39;s" in shown
     assert "✗" not in shown
-    set_metrics(run_dir, "reward", num_eval_prompts=8)  # 0 to 0.32 against 0.68 to 1
+    verdicts = judge_run(read_run(run_dir)).values()  # of which `rlhf run` prints the sentences
+    assert [verdict.sentence[:15] for verdict in verdicts] == ["Too few to tell"] * 2
+    set_metrics(run_dir, "reward", num_eval_prompts=8)  # 0 to 0.37
     set_metrics(run_dir, "ppo", win_rate=0.1)  # 0.03 to 0.30
     shown = words(page(run_dir))
-    assert "Reward model ✗ worse 1.00 → 0.00" in shown
-    assert "PPO ✗ worse 0.386 → 0.300" in shown
+    assert "Reward model ✗ inverted 1.00 → 0.00" in shown
+    assert "PPO ✗ broken reward 0.386 → 0.300" in shown
+
+
+def test_the_card_of_a_stage_has_the_sign_of_its_verdict(tmp_path: Path) -> None:
+    """Also where its figure rose: a rise of the score alone is no proof."""
+    run_dir = set_metrics(
+        make_run(tmp_path / "run", ["ppo"]), "ppo", true_quality=None, sft_true_quality=None, win_rate=None,
+        score=1.5, sft_score=0.1, score_win_rate=0.9, num_eval_prompts=100,
+    )  # fmt: skip
+    shown = words(page(run_dir))
+    assert "PPO ! raised the score 0.100 → 1.50 score, against SFT; 100 prompts, at the end of the ppo stage" in shown
+    assert "✓" not in shown.partition("Status")[0]
+    assert "win rate over SFT by the reward model 0.90 ties count half" in shown
+
+
+def test_commands_in_a_sentence_are_marked_as_such(tmp_path: Path) -> None:
+    run_dir = set_metrics(make_run(tmp_path / "run", ["ppo"]), "ppo", win_rate=None)
+    html = page(run_dir)
+    assert "<dd>Run <code>rlhf eval</code>.</dd>" in html
+    assert "`" not in words(html)
+
+
+def test_more_prompts_are_asked_for_by_the_settings_that_hold_them_out(tmp_path: Path) -> None:
+    """`rlhf eval` asks all of them already."""
+    run_dir = set_metrics(make_run(tmp_path / "run", ["ppo"]), "ppo", win_rate=0.5, num_eval_prompts=4)
+    change = words(page(run_dir)).rpartition("what to change")[2].partition("Curves")[0]
+    assert change.startswith(" Hold out more prompts: a larger ppo.eval_share, or a ppo.eval_data")
+    assert "rlhf eval" not in change
 
 
 def test_figures_that_are_no_numbers_are_taken_as_not_told(tmp_path: Path) -> None:
@@ -146,13 +180,16 @@ def test_the_report_card_shows_accuracies_calibration_and_the_worst_pairs(tmp_pa
     shown = words(html)
     assert (
         "Accuracy is the share of pairs in which the better answer has the higher score: 0.72 of 1,234 pairs of "
-        "held-out answers to 250 prompts; averaged prompt by prompt, 0.70 . Always preferring the longer answer would "
-        "reach 0.57."
+        "held-out answers to 250 prompts; averaged prompt by prompt, 0.70 . Always preferring the longer answer (in "
+        "tokens) would reach 0.57."
     ) in shown
     assert "as trained, calibration error 0.0812 at temperature 1.62 0.0123 as right as it is sure" in shown
     assert "best of a prompt, mean 0.410 worst, mean -0.520" in shown
     assert "No temperature can be told" not in shown
-    assert "by length pairs accuracy better answer longer 800 0.90 better answer shorter 434 0.55" in shown
+    assert (
+        "by length in tokens pairs accuracy better answer longer 800 0.90 about equal 0 – better answer shorter 434 "
+        "0.55" in shown
+    )
     assert "by source pairs accuracy &lt;forum&gt; 1,000 0.70 web 234 1.00" in shown
     assert "by how much better" not in shown  # no strengths are known
     assert "several reward models" not in shown
@@ -249,11 +286,11 @@ def test_answers_stand_side_by_side_with_their_scores(tmp_path: Path) -> None:
     assert shown.index("Largest gains") < shown.index("Largest losses -0.50 What")
 
 
-def test_true_quality_decides_where_a_judge_gave_it(tmp_path: Path) -> None:
+def test_the_judges_quality_decides_where_a_judge_gave_it(tmp_path: Path) -> None:
     judged = SAMPLE | {"sft_quality": 0.9, "ppo_quality": 0.25}  # the score says better, the judge worse
     shown = words(page(make_run(tmp_path / "run", ["ppo"], [judged])))
-    assert "By true quality, PPO's answer is better for 0 of 1 prompt and worse for 1 ." in shown
-    assert "PPO true quality 0.25 score 2.25" in shown
+    assert "By quality, PPO's answer is better for 0 of 1 prompt and worse for 1 ." in shown
+    assert "PPO quality by the judge 0.25 score 2.25" in shown
 
 
 def test_an_unfinished_run_shows_what_there_is(tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ def test_the_page_shows_verdicts_curves_and_common_prompts(runs: tuple[Path, Pat
     html = Comparison(runs).page()
     shown = words(html)
     assert "ppo.kl_coef 0.05 0.1" in shown
-    assert "true_quality 0.830 0.500 −0.330" in shown
+    assert "quality by the judge 0.830 0.500 −0.330" in shown
     assert "SFT ✓ learned SFT learned: held-out loss 3.42 → 1.17. ✓ learned" in shown
     assert "The same in all of these runs, by their keys: SFT." in shown
     assert shown.count("Loss, nats per token") == 0  # so its curves say nothing
     assert "Score: training a 0.900 b 0.900" in shown
     assert together(html) == []
-    assert "1 prompt. By true quality, b is better than a for 1 and worse for 0 ." in shown
-    assert "+0.40 What does a fox eat? a true quality 0.50 score 2.25 A fox eats mice. b" in shown
+    assert "1 prompt. By the judge, b is better than a for 1 and worse for 0 ." in shown
+    assert "+0.40 What does a fox eat? a quality by the judge 0.50 score 2.25 A fox eats mice. b" in shown
     assert "A fox eats <del>mice.</del>" in html
     assert "A fox eats <ins>birds.</ins>" in html
     assert "only here" not in shown
@@ -104,21 +104,32 @@ def test_answers_that_are_equal_are_counted_and_not_shown(runs: tuple[Path, Path
 def test_shares_and_their_differences_have_two_digits(runs: tuple[Path, Path]) -> None:
     set_metrics(runs[0], "ppo", win_rate=0.8525)
     set_metrics(runs[1], "ppo", win_rate=0.7)
-    assert "win_rate 0.85 0.70 −0.15" in words(Comparison(runs).page())
+    assert "win rate over SFT by the judge 0.85 0.70 −0.15" in words(Comparison(runs).page())
 
 
 def test_a_difference_that_would_be_shown_as_zero_is_left_out(runs: tuple[Path, Path]) -> None:
     set_metrics(runs[0], "ppo", win_rate=0.852)
     set_metrics(runs[1], "ppo", win_rate=0.854, kl=8.7, true_quality=0.83)
     comparison = Comparison(runs)
-    assert "PPO a b true_quality" in words(comparison.page())  # without a column of differences
+    assert "PPO a b quality by the judge" in words(comparison.page())  # without a column of differences
     assert ["ppo win_rate", "0.85", "0.85"] in comparison.table()[1]
 
 
 def test_runs_that_do_not_differ_have_no_column_of_differences(runs: tuple[Path, Path]) -> None:
-    assert "PPO a b difference true_quality" in words(Comparison(runs).page())
+    assert "PPO a b difference quality by the judge" in words(Comparison(runs).page())
     set_metrics(runs[1], "ppo", kl=8.7, true_quality=0.83)
-    assert "PPO a b true_quality" in words(Comparison(runs).page())
+    assert "PPO a b quality by the judge" in words(Comparison(runs).page())
+
+
+def test_runs_that_are_the_same_are_said_to_be(rlhf: Rlhf, runs: tuple[Path, Path]) -> None:
+    (runs[1] / "recipe.yaml").write_bytes((runs[0] / "recipe.yaml").read_bytes())
+    told = "Settings, contents of data and versions are the same in all of these runs,"
+    assert f"{told} but not all figures are." in rlhf("report", "a", "b")[1]
+    assert f"None. {told} but not all figures are." in words(Comparison(runs).page())
+    set_metrics(runs[1], "ppo", kl=8.7, true_quality=0.83)
+    assert rlhf("report", "a", "b")[1].startswith(f"{told} so are all figures.\n")
+    (runs[1] / "recipe.yaml").write_text("seed: 8\n", encoding="utf-8")
+    assert told not in rlhf("report", "a", "b")[1]
 
 
 def test_text_of_people_cannot_become_markup(runs: tuple[Path, Path]) -> None:

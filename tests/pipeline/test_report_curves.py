@@ -60,7 +60,7 @@ def test_metrics_that_belong_together_share_a_chart_with_what_they_have_to_beat(
         found = draw_charts("ppo", curves(rows), final)
         told = {chart["title"]: (chart["last"], chart["level"]) for chart in found["charts"]}
         assert told == {
-            "True quality": ({"eval_true_quality": 0.5}, 0.4),
+            "Quality by the judge": ({"eval_true_quality": 0.5}, 0.4),
             "Score": ({"score": 0.2, "eval_score": 0.1}, -0.1),
             "KL from SFT, nats per response": ({"kl": 1.0, "eval_kl": 1.5}, None),
             "Share of tokens whose ratio is clipped": ({"clip_fraction": 0.1}, None),
@@ -71,7 +71,9 @@ def test_metrics_that_belong_together_share_a_chart_with_what_they_have_to_beat(
             {"kl": "training", "eval_kl": "held out"}, {"clip_fraction": "training"}, {"policy_grad_norm": "policy"},
         ]  # fmt: skip
         assert [chart["title"] for chart in found["more_charts"]] == ["eval win rate", "odd"]
-    assert drawn[0][2] == "True quality: held out from 0.400 at step 0 to 0.500 at step 5, between 0.400 and 0.500"
+    assert (
+        drawn[0][2] == "Quality by the judge: held out from 0.400 at step 0 to 0.500 at step 5, between 0.400 and 0.500"
+    )
 
 
 def test_a_drawing_says_in_words_what_it_shows_and_takes_the_pages_colours() -> None:

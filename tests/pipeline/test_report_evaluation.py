@@ -62,7 +62,8 @@ def test_the_full_form_shows_win_rates_with_intervals_and_the_alignment_tax(tmp_
     assert "PPO raised the perplexity of held-out text from 8.00 to 10.0 (+25%)." in shown
     assert "best of n answers of SFT, n = 1, 4" in shown
     assert "Why? base b SFT s PPO 7 tokens p" in shown  # of evaluation.jsonl, and not of samples.jsonl
-    assert "0.75 (100 prompts, 95 % interval 0.66 to 0.83, from evaluation.json)" in shown  # in PPO's verdict
+    assert "0.75 (100 prompts, 95 % interval 0.66 to 0.83), KL 9.00 nats per response; by rlhf eval." in shown
+    assert "Measured by rlhf eval: the same held-out prompts" in shown
     assert "does not rest on these figures" not in shown
     assert together(html) == []
 
@@ -80,10 +81,18 @@ def test_an_evaluation_of_fewer_prompts_says_that_the_verdict_rests_on_others(tm
     run_dir = set_metrics(evaluated(tmp_path, few), "ppo", win_rate=0.8525, num_eval_prompts=119)
     shown = words(page(run_dir))
     assert "by the judge 0.85 (119 prompts, 95 % interval" in shown
+    assert "Measured by rlhf eval --cheap: the same held-out prompts" in shown
     assert "; 16 prompts" in shown
-    assert "PPO's verdict does not rest on these figures, but on the ppo stage's own evaluation, of 119 prompts." in (
-        shown.replace("&#39;", "'")
+    assert (
+        "PPO's verdict does not rest on these figures, but on those at the end of the ppo stage, of 119 prompts."
+        in (shown.replace("&#39;", "'"))
     )
+
+
+def test_an_interval_of_few_prompts_is_the_same_in_the_table_and_in_the_verdict(tmp_path: Path) -> None:
+    shown = words(page(evaluated(tmp_path, FULL | {"settings": {"num_prompts": 4}})))  # Wilson's of 3 of 4
+    assert "PPO over SFT the judge 70 10 20 0.75 (0.30 to 0.95)" in shown
+    assert "win rate over SFT by the judge 0.75 (4 prompts, 95 % interval 0.30 to 0.95)" in shown
 
 
 def test_tasks_of_lm_eval_are_a_table_with_standard_errors(tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ def test_a_share_has_the_same_digits_everywhere_and_says_on_how_many_prompts(tmp
     shown = words(page(run_dir))
     assert shown.count("0.85 ") + shown.count("0.85,") >= 5
     assert not re.search(r"0\.85\d|85\.\d ?%", shown)
-    assert "0.57 → 0.85 held-out ranking accuracy, against “longer wins”; 250 prompts" in shown
+    assert "0.57 → 0.85 held-out ranking accuracy, against “longer wins” (in tokens); 250 prompts" in shown
     of_ppo = make_run(tmp_path / "ppo", ["ppo"], [SAMPLE])
     shown = words(page(set_metrics(of_ppo, "ppo", win_rate=0.8525, num_eval_prompts=119)))
     assert "by the judge 0.85 (119 prompts, 95" in shown
     assert "win rate over SFT by the judge 0.85 ties count half" in shown
-    assert "all by the stage itself, on 119 held-out prompts" in shown
+    assert "all figures of this list: 119 prompts, at the end of the ppo stage" in shown
     assert not re.search(r"0\.85\d", shown)
 
 
@@ -61,7 +61,7 @@ def with_rounds(folder: Path, *of_ppo: dict[str, float]) -> str:
 def test_rounds_are_held_against_the_round_before_where_a_judge_gives_qualities(tmp_path: Path) -> None:
     one = {"sft_true_quality": 0.4, "true_quality": 0.5, "win_rate": 0.6, "kl": 2.0}
     shown = with_rounds(tmp_path, one, {"sft_true_quality": 0.5, "true_quality": 0.75, "win_rate": 0.7, "kl": 3.0})
-    assert "round rankings accuracy of the reward model true quality its gain win rate by the judge KL" in shown
+    assert "round rankings accuracy of the reward model quality by the judge its gain win rate by the judge KL" in shown
     assert "1 12 0.75 0.500 +0.100 0.60 2.00 2 12 0.75 0.750 +0.250 0.70 3.00" in shown
     assert "A gain in quality is over the round before" in shown
 

@@ -7,9 +7,10 @@ from typing import Any, get_args
 import pytest
 
 from rlhf.pipeline.report import diagnoses, ppo_verdict, verdicts
-from rlhf.pipeline.report.figures import rank_correlation, wilson
+from rlhf.pipeline.report.figures import of_share, rank_correlation
 from rlhf.pipeline.report.ppo_verdict import Evidence, gather
 from rlhf.pipeline.report.verdicts import Verdict
+from rlhf.stages.evaluation.statistics import win_rate
 
 PRETRAIN = {"val_loss": 2.0, "guessing_loss": 6.9, "vocab_size": 1000}
 SFT = {"eval_loss": 1.31, "base_eval_loss": 1.92}
@@ -80,15 +81,17 @@ def test_feedback_counts_what_was_ranked() -> None:
 def test_a_reward_model_is_held_against_guessing_and_against_length() -> None:
     assert said(verdicts.reward(REWARD), "learned", "good") == (
         "The reward model learned: accuracy 0.72 on held-out pairs of 400 prompts (95 % interval 0.67 to 0.76); always "
-        "preferring the longer answer reaches 0.55."
+        "preferring the longer answer (in tokens) reaches 0.55."
     )
     longer = verdicts.reward(REWARD | {"accuracy": 0.58, "longer_wins_accuracy": 0.61})
     assert said(longer, "no_better_than_length", "bad") == (
         "The reward model is not good enough: accuracy 0.58 on held-out pairs of 400 prompts (95 % interval 0.53 to "
-        "0.63), and always preferring the longer answer reaches 0.61."
+        "0.63), and always preferring the longer answer (in tokens) reaches 0.61."
     )
     shorter = verdicts.reward(REWARD | {"accuracy": 0.58, "longer_wins_accuracy": 0.35})
-    assert "always preferring the shorter answer reaches 0.65" in said(shorter, "no_better_than_length", "bad")
+    assert "always preferring the shorter answer (in tokens) reaches 0.65" in said(
+        shorter, "no_better_than_length", "bad"
+    )
     said(verdicts.reward(REWARD | {"accuracy": 0.58, "longer_wins_accuracy": 0.5}), "weak", "doubtful")
     said(verdicts.reward(REWARD | {"accuracy": 0.51}), "guesses", "bad")
     said(verdicts.reward(REWARD | {"accuracy": 0.4}), "inverted", "bad")
@@ -96,15 +99,47 @@ def test_a_reward_model_is_held_against_guessing_and_against_length() -> None:
 
 
 def test_an_accuracy_on_few_prompts_shows_nothing() -> None:
-    sentence = said(verdicts.reward(REWARD | {"accuracy": 0.6, "num_eval_prompts": 20}), "too_few_prompts", "open")
-    assert "is not shown: accuracy 0.60 on held-out pairs of 20 prompts (95 % interval 0.39 to 0.78)" in sentence
+    sentence = said(verdicts.reward(REWARD | {"accuracy": 0.6, "num_eval_prompts": 20}), "too_few_to_tell", "open")
+    assert sentence == (
+        "Too few to tell whether the reward model is better than guessing: accuracy 0.60 on held-out pairs of 20 "
+        "prompts (95 % interval 0.39 to 0.78)."
+    )
+
+
+def test_four_right_of_four_are_too_few_to_tell_and_six_of_six_are_not() -> None:
+    """By the chance of so many heads in a row, twice which is 0.125 for four and 0.031 for six."""
+    right = REWARD | {"accuracy": 1.0}
+    assert "(95 % interval 0.40 to 1.00)" in said(
+        verdicts.reward(right | {"num_eval_prompts": 4}), "too_few_to_tell", "open"
+    )
+    said(verdicts.reward(right | {"num_eval_prompts": 6}), "learned", "good")
+    pair = {"one": "ppo", "other": "sft", "by": "judge", "wins": 4, "ties": 0, "losses": 0, "win_rate": 1.0,
+            "interval": [0.3976, 1.0]}  # fmt: skip
+    assert "1.00 (4 prompts, 95 % interval 0.40 to 1.00)" in said(
+        ppo_verdict.ppo(PPO, {}, None, gather({"pairs": [pair]}, [], [], {})), "too_few_to_tell", "open"
+    )
+    stage = gather(None, [], [], {"win_rate": 1.0, "num_eval_prompts": 4})
+    assert "1.00 (4 prompts, 95 % interval 0.40 to 1.00)" in said(
+        ppo_verdict.ppo(PPO, {}, None, stage), "too_few_to_tell", "open"
+    )
+
+
+def test_a_bootstrap_of_few_prompts_is_not_believed() -> None:
+    """Four answers to each of four prompts that came out nearly alike."""
+    pair = {"one": "ppo", "other": "sft", "by": "judge", "wins": 11, "ties": 0, "losses": 5, "win_rate": 0.6875,
+            "interval": [0.625, 0.75]}  # fmt: skip
+    few = gather({"pairs": [pair], "settings": {"num_prompts": 4}}, [], [], {})
+    assert few.interval == of_share(0.6875, 4)
+    assert gather({"pairs": [pair], "settings": {"num_prompts": 10}}, [], [], {}).interval == (0.625, 0.75)
 
 
 def test_a_tie_with_the_rule_of_length_on_few_prompts_shows_nothing() -> None:
     few = REWARD | {"accuracy": 1.0, "longer_wins_accuracy": 1.0, "num_eval_prompts": 5}
-    assert "knows more than the rule of always preferring the longer answer is not shown" in said(
-        verdicts.reward(few), "too_few_prompts", "open"
+    assert said(verdicts.reward(few | {"num_eval_prompts": 8}), "too_few_to_tell", "open") == (
+        "Too few to tell whether the reward model knows more than always preferring the longer answer (in tokens) "
+        "does: accuracy 1.00 on held-out pairs of 8 prompts (95 % interval 0.63 to 1.00), where that reaches 1.00."
     )
+    said(verdicts.reward(few), "too_few_to_tell", "open")
     said(verdicts.reward(REWARD | {"longer_wins_accuracy": 0.75}), "no_better_than_length", "bad")
 
 
@@ -131,8 +166,8 @@ def test_a_reward_model_that_is_wrong_where_the_better_answer_is_shorter_likes_l
 
 def test_ppo_improved_where_the_judge_prefers_its_answers() -> None:
     assert said(ppo_verdict.ppo(PPO | JUDGED, {}, None, WINS), "improved", "good") == (
-        "PPO improved: true quality 0.400 → 0.700, win rate over SFT by the judge 0.80 (100 prompts, 95 % interval "
-        "0.72 to 0.86), KL 9.00 nats per response."
+        "PPO improved: quality by the judge 0.400 → 0.700, win rate over SFT by the judge 0.80 (100 prompts, 95 % "
+        "interval 0.72 to 0.86), KL 9.00 nats per response; at the end of the ppo stage."
     )
 
 
@@ -141,10 +176,14 @@ def test_a_rise_by_the_score_alone_is_no_proof() -> None:
     assert "the score rose from -0.100 to 1.50, win rate over SFT by the reward model itself 0.80" in sentence
 
 
-def test_few_prompts_show_no_difference() -> None:
-    assert said(ppo_verdict.ppo(PPO, {}, None, EVEN), "no_difference_shown", "open") == (
-        "No difference between PPO and SFT is shown: win rate over SFT by the judge 0.55 (20 prompts, 95 % interval "
-        "0.34 to 0.74), KL 9.00 nats per response."
+def test_few_prompts_are_too_few_to_tell_and_many_show_no_difference() -> None:
+    assert said(ppo_verdict.ppo(PPO, {}, None, EVEN), "too_few_to_tell", "open") == (
+        "Too few to tell whether PPO's answers are better than SFT's: win rate over SFT by the judge 0.55 (20 prompts, "
+        "95 % interval 0.34 to 0.74), KL 9.00 nats per response; at the end of the ppo stage."
+    )
+    many = Evidence(0.5, (0.45, 0.55), judged=True, num_prompts=400)
+    assert said(ppo_verdict.ppo(PPO, {}, None, many), "no_difference_shown", "open").startswith(
+        "No difference between PPO and SFT is shown: win rate over SFT by the judge 0.50 (400 prompts"
     )
     said(ppo_verdict.ppo(PPO, {}, None, Evidence()), "unknown", "open")
     said(ppo_verdict.ppo({}, {}, None, Evidence()), "unknown", "open")
@@ -166,9 +205,10 @@ QUALITY = {
 
 def test_quality_that_falls_while_the_score_rises_is_over_optimised() -> None:
     assert said(ppo_verdict.ppo(PPO | JUDGED, QUALITY, None, WINS), "over_optimised", "bad") == (
-        "PPO over-optimised: the score rose from -0.100 to 3.40 while the true quality, at its best 0.830 at "
+        "PPO over-optimised: the score rose from -0.100 to 3.40 while the quality by the judge, at its best 0.830 at "
         "iteration 20, fell to 0.610 (SFT: 0.400); KL 34.0 nats per response. The policy of iteration 60 was kept, "
-        "with a win rate over SFT by the judge of 0.80 (100 prompts, 95 % interval 0.72 to 0.86)."
+        "with a win rate over SFT by the judge of 0.80 (100 prompts, 95 % interval 0.72 to 0.86) at the end of the ppo "
+        "stage."
     )
     assert "the win rate over SFT by the judge is 0.20" in said(
         ppo_verdict.ppo(PPO, {}, None, LOSES), "over_optimised", "bad"
@@ -198,8 +238,8 @@ def test_a_score_that_has_nothing_to_do_with_quality_is_broken() -> None:
         in sentence
     )
     few = Evidence(0.5, (0.2, 0.8), None, True, 10, (0.03, (-0.6, 0.6)), 10)
-    said(ppo_verdict.ppo(PPO, {}, None, few), "no_difference_shown", "open")
-    related = Evidence(0.5, (0.4, 0.6), None, True, 100, (0.15, (-0.05, 0.34)), 100)
+    said(ppo_verdict.ppo(PPO, {}, None, few), "too_few_to_tell", "open")
+    related = Evidence(0.5, (0.41, 0.59), None, True, 100, (0.15, (-0.05, 0.34)), 100)
     said(ppo_verdict.ppo(PPO, {}, None, related), "no_difference_shown", "open")
 
 
@@ -209,7 +249,7 @@ def test_a_score_without_any_spread_is_broken() -> None:
         "Broken reward: every answer gets the same score, 0.500, in all 2 iterations that were logged, so there is "
         "nothing to learn from."
     )
-    said(ppo_verdict.ppo(PPO, flat | {"score_std": curve(0.0, 0.1)}, None, EVEN), "no_difference_shown", "open")
+    said(ppo_verdict.ppo(PPO, flat | {"score_std": curve(0.0, 0.1)}, None, EVEN), "too_few_to_tell", "open")
 
 
 @pytest.mark.parametrize(("metrics", "curves", "words"), [
@@ -245,17 +285,38 @@ def test_evidence_is_the_evaluations_where_there_is_one() -> None:
     by_score = pair | {"by": "score", "win_rate": 0.9}
     other = pair | {"other": "base", "win_rate": 0.99}
     found = gather({"pairs": [other, by_score, pair]}, [], [], {"win_rate": 0.1})
-    assert found == Evidence(0.75, (0.66, 0.83), (0.6, 0.8), True, 100, evaluated=True)
+    assert found == Evidence(0.75, (0.66, 0.83), (0.6, 0.8), True, 100, source="by rlhf eval", evaluated=True)
     assert gather({"pairs": [by_score]}, [], [], {}).judged is False
-    models = {"sft": {"quality": {"mean": 0.25}}, "ppo": {"quality": {"mean": 0.5}}}
+    models = {"sft": {"quality": {"mean": 0.25}}, "ppo": {"quality": {"mean": 0.5}, "kl": 3.0}}
     asked = {"pairs": [pair], "models": models, "settings": {"num_prompts": 25}}  # four answers to each
     assert gather(asked, [], [], {}) == Evidence(
-        0.75, (0.66, 0.83), (0.6, 0.8), True, 25, quality=(0.25, 0.5), evaluated=True
+        0.75, (0.66, 0.83), (0.6, 0.8), True, 25, quality=(0.25, 0.5), kl=3.0, source="by rlhf eval", evaluated=True
     )
-    assert said(ppo_verdict.ppo(PPO, {}, None, gather(asked, [], [], {})), "improved", "good").endswith(
-        "win rate over SFT by the judge 0.75 (25 prompts, 95 % interval 0.66 to 0.83, from evaluation.json), KL 9.00 "
-        "nats per response."
+
+
+def test_all_figures_of_a_sentence_are_from_one_source_and_it_says_which() -> None:
+    pair = {"one": "ppo", "other": "sft", "by": "judge", "wins": 70, "ties": 10, "losses": 20, "win_rate": 0.75,
+            "interval": [0.66, 0.83]}  # fmt: skip
+    models = {
+        "sft": {"quality": {"mean": 0.25}, "score": {"mean": 0.1}},
+        "ppo": {"quality": {"mean": 0.5}, "score": {"mean": 0.2}, "kl": 3.0},
+    }
+    stage = PPO | JUDGED | {"win_rate": 0.6, "num_eval_prompts": 100}  # KL 9, quality 0.4 to 0.7, score -0.1 to 1.5
+    content = {"pairs": [pair], "models": models, "form": "full"}
+    assert said(ppo_verdict.ppo(stage, {}, None, gather(content, [], [], stage)), "improved", "good") == (
+        "PPO improved: quality by the judge 0.250 → 0.500, win rate over SFT by the judge 0.75 (100 prompts, 95 % "
+        "interval 0.66 to 0.83), KL 3.00 nats per response; by rlhf eval."
     )
+    by_score = {"pairs": [pair | {"by": "score"}], "models": models, "form": "cheap"}
+    own = PPO | {"score_win_rate": 0.6, "num_eval_prompts": 100}
+    sentence = said(ppo_verdict.ppo(own, {}, None, gather(by_score, [], [], own)), "raised_the_score", "doubtful")
+    assert "the score rose from 0.100 to 0.200" in sentence
+    assert sentence.endswith("KL 3.00 nats per response; by rlhf eval --cheap.")
+    told = ppo_verdict.ppo(stage, {}, None, gather(None, [], [], stage | {"win_rate": 0.8})).sentence
+    assert "0.400 → 0.700" in told
+    assert told.endswith("KL 9.00 nats per response; at the end of the ppo stage.")
+    unknown = {"pairs": [pair], "models": {}}  # then none is better than another's
+    assert "KL" not in ppo_verdict.ppo(stage, {}, None, gather(unknown, [], [], stage)).sentence
 
 
 def test_an_evaluation_on_fewer_prompts_than_the_stage_asked_is_not_the_evidence() -> None:
@@ -263,11 +324,11 @@ def test_an_evaluation_on_fewer_prompts_than_the_stage_asked_is_not_the_evidence
             "interval": [0.3, 0.7]}  # fmt: skip
     rows = [{"prompt": str(n)} for n in range(40)]
     assert gather({"pairs": [pair]}, rows[:16], rows, {"win_rate": 0.8}) == Evidence(
-        0.8, wilson(0.8, 40), None, True, 40, at_least=True
+        0.8, of_share(0.8, 40), None, True, 40, at_least=True
     )
     assert gather({"pairs": [pair]}, rows[:16], rows[:16], {"win_rate": 0.8}).win_rate == 0.5
     told = {"win_rate": 0.8, "num_eval_prompts": 119}  # of which samples.jsonl has forty
-    assert gather(None, [], rows, told) == Evidence(0.8, wilson(0.8, 119), None, True, 119)
+    assert gather(None, [], rows, told) == Evidence(0.8, of_share(0.8, 119), None, True, 119)
 
 
 def test_an_older_manifest_without_a_number_of_prompts_says_only_what_is_known() -> None:
@@ -276,11 +337,11 @@ def test_an_older_manifest_without_a_number_of_prompts_says_only_what_is_known()
     found = gather(None, [], rows, {"win_rate": 0.855})
     assert said(ppo_verdict.ppo(PPO, {}, None, found), "improved", "good") == (
         "PPO improved: the score rose from -0.100 to 1.50, win rate over SFT by the judge 0.85 (at least 40 prompts; "
-        "of so many the 95 % interval 0.72 to 0.93), KL 9.00 nats per response."
+        "of so many the 95 % interval 0.72 to 0.93), KL 9.00 nats per response; at the end of the ppo stage."
     )
     assert said(ppo_verdict.ppo(PPO, {}, None, gather(None, [], [], {"win_rate": 0.855})), "unknown", "open") == (
-        "Whether PPO improved is not shown: the score rose from -0.100 to 1.50, KL 9.00 nats per response, win rate "
-        "over SFT by the judge 0.85 (of how many prompts is not recorded)."
+        "Whether PPO improved is not shown: the score rose from -0.100 to 1.50, win rate over SFT by the judge 0.85 "
+        "(of how many prompts is not recorded), KL 9.00 nats per response; at the end of the ppo stage."
     )
 
 
@@ -288,17 +349,22 @@ def test_without_an_evaluation_the_stages_own_figures_and_samples_are_evidence()
     rows = [{"prompt": str(n), "scores": {"sft": n}, "qualities": {"sft": -n}} for n in range(30)]
     found = gather(None, [], rows, {"win_rate": 0.8, "score_win_rate": 0.9})
     assert (found.win_rate, found.judged, found.num_prompts, found.num_answers) == (0.8, True, 30, 30)
-    assert found.interval == wilson(0.8, 30)
+    assert found.interval == of_share(0.8, 30)
     assert found.agreement is not None
     assert found.agreement[0] == pytest.approx(-1)
     assert gather(None, [], [], {"score_win_rate": 0.9}) == Evidence(0.9, None)
 
 
 def test_wilsons_interval_is_the_textbooks() -> None:
-    low, high = wilson(0.8, 10)  # 8 of 10
+    low, high = of_share(0.8, 10)  # 8 of 10
     assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
-    assert wilson(0.0, 10)[0] == 0
-    assert wilson(0.5, 0) == (0, 1)
+    assert of_share(0.0, 10)[0] == 0
+    assert of_share(0.5, 0) == (0, 1)
+
+
+def test_where_all_came_out_alike_the_interval_is_the_exact_one_that_an_evaluation_has() -> None:
+    assert of_share(1.0, 4) == pytest.approx(win_rate([1.0] * 4)[1])
+    assert of_share(0.0, 3) == pytest.approx((0, 1 - 0.025 ** (1 / 3)))
 
 
 def test_a_rank_correlation_shares_places_among_equals() -> None:
@@ -391,5 +457,5 @@ def test_every_finding_of_the_health_monitor_is_explained() -> None:
 def test_diagnoses_come_in_the_order_of_stages() -> None:
     found = {"sft": verdicts.sft(SFT | {"eval_loss": 1.92}, {}), "ppo": ppo_verdict.ppo(PPO, {}, None, EVEN)}
     named = [(stage, name) for stage, name, _ in diagnoses.diagnose(found, ["kl_blow_up", "unheard_of"])]
-    assert named == [("sft", "moved nothing"), ("ppo", "no difference shown"), ("ppo", "kl blow up")]
+    assert named == [("sft", "moved nothing"), ("ppo", "too few to tell"), ("ppo", "kl blow up")]
     assert {"good", "bad"} < set(get_args(verdicts.Tone))

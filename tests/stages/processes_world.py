@@ -2,7 +2,6 @@
 
 import gc
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,9 @@ def in_processes(number: int, folder: Path, function: Callable[..., Any], *argum
     """The same of so many processes."""
     forking.context()
     torch.multiprocessing.start_processes(
-        _run, (number, free_port(), folder, function, arguments), nprocs=number, start_method="forkserver"
+        _run, (number, forking.free_port(), folder, function, arguments), nprocs=number, start_method="forkserver"
     )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(number)]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def become_rank(rank: int, port: int, number: int = 2) -> None:

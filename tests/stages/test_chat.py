@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def speaker(folder: Path, name: str = "first", length: int = 12) -> Speaker:
     torch.manual_seed(0)
-    return Speaker(str(folder / name / "model"), 1.0, length, CPU)
+    return Speaker(name, str(folder / name / "model"), 1.0, length, CPU)
 
 
 class Talk:
@@ -96,7 +97,7 @@ def test_an_answer_ends_at_any_of_the_models_stop_tokens(folder: Path, tmp_path:
     path = tmp_path / "model" / "generation_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"eos_token_id": list(range(4, 260)), "top_k": 1}))
-    every = Speaker(str(tmp_path / "model"), 1.0, 12, CPU)
+    every = Speaker("every", str(tmp_path / "model"), 1.0, 12, CPU)
     assert every.stops == [0, *range(4, 260)]
     streamed = every.answer([{"role": "user", "content": "Who?"}], lambda text: None)
     assert streamed.ended
@@ -228,4 +229,15 @@ def test_the_same_seed_gives_the_same_answers_to_lines_that_are_piped_in(
         outputs.append(capsys.readouterr())
     assert outputs[0] == outputs[1]
     assert outputs[0].out != outputs[2].out
-    assert outputs[0].err == ""
+    assert outputs[0].err == "> Who?\n> Where?\n"  # answers alone are on stdout
+
+
+def test_two_models_of_the_same_folder_name_are_told_apart_by_where_they_lie(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "first", tmp_path / "first")
+    models = [str(path / "model") for path in (folder / "first", folder / "second", tmp_path / "first")]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n"))
+    chat.main([*models, "--max-new-tokens", "1"])
+    labels = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert labels == [f"[{folder / 'first'}]", "[second]", f"[{tmp_path / 'first'}]"]

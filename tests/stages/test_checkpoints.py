@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from forking import fork
-from processes_world import become_rank, free_port
+from forking import fork, free_port
+from processes_world import become_rank
 from safetensors.torch import save_file
 from stages_world import TINY, inputs, run_stage
 
@@ -367,7 +367,7 @@ def test_two_processes_end_in_seconds_when_the_disk_is_full(small_disk: Any, tmp
     port = free_port()
     processes = [fork(process, rank, port, folder, tmp_path / "said") for rank in (0, 1)]
     for each in processes:
-        each.join(60)
+        each.join(120)
     assert [each.exitcode for each in processes] == [1, 1]
     told = json.loads((folder / "status.json").read_text())
     assert told["state"] == "failed"

@@ -20,7 +20,7 @@ from rlhf.data.feedback.records import Task
 from rlhf.data.rows import prompt_key, read_demonstrations
 from rlhf.data.sources import Source
 from rlhf.data.split import split_by_prompt
-from rlhf.stages.artifact import Artifact
+from rlhf.stages.artifact import Artifact, read_settings
 from rlhf.stages.disk import file_digest
 from rlhf.stages.endpoint import EndpointError
 from rlhf.stages.evaluation import bench, judges, statistics, tasks
@@ -29,6 +29,8 @@ from rlhf.stages.evaluation.config import EvaluationSettings, cheap
 from rlhf.stages.evaluation.evaluate import evaluate, finite
 from rlhf.stages.evaluation.records import EvaluationFailed, read_answers, read_figures
 from rlhf.stages.judge import judge_answers
+from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.sft.config import SFTSettings
 
 JUDGE = f"{WORLD}:judge"
 FULL = EvaluationSettings(num_prompts=5, num_samples=2, best_of=4, judge=JUDGE)
@@ -232,6 +234,20 @@ def test_a_run_has_what_its_stages_give(chain: dict[str, Path], tmp_path: Path) 
     assert [pair["by"] for pair in scored["pairs"]] == ["score"]
     with pytest.raises(RefusedError, match="no finished pretrain, sft or ppo stage here"):
         evaluate(tmp_path, {"reward": chain["reward"]}, asked)
+
+
+def test_before_ppo_is_finished_answers_are_drawn_as_is_asked(chain: dict[str, Path], tmp_path: Path) -> None:
+    """A finished ppo stage has its own say; no answer takes more than half of what SFT reads."""
+    asked = cheap(None).model_copy(update={"max_new_tokens": 3, "temperature": 0.5})
+    stages = {stage: chain[stage] for stage in ("pretrain", "sft")}
+    told = evaluate(tmp_path, stages, asked)
+    assert (told["settings"]["max_new_tokens"], told["settings"]["temperature"]) == (3, 0.5)
+    assert told["models"]["sft"]["length"] <= 3
+    of_ppo = read_settings(chain["ppo"], PPOSettings)
+    told = evaluate(tmp_path, chain, asked)["settings"]
+    assert (told["max_new_tokens"], told["temperature"]) == (of_ppo.max_new_tokens, of_ppo.temperature)
+    half = read_settings(chain["sft"], SFTSettings).max_length // 2
+    assert evaluate(tmp_path, stages, cheap(None))["settings"]["max_new_tokens"] == half
 
 
 def test_sft_of_any_model_has_that_model_for_its_base(policy_folder: Path, tmp_path: Path) -> None:

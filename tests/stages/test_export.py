@@ -1,6 +1,7 @@
 """`rlhf export`: what is written loads elsewhere, says what it was made from, and writes over nothing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,31 @@ def test_a_policy_is_the_same_elsewhere_and_says_what_it_was_made_from(made: dic
     assert about["rlhf_toolkit"]["key"] == manifest["key"]
     assert about["rlhf_toolkit"]["metrics"]["kl"] == manifest["metrics"]["kl"]
     assert "license" not in about
-    for stage in ("pretrain", "sft", "ppo"):
-        assert f"| {stage} | `{Artifact(made[stage]).manifest['key'][:8]}` |" in text
+    rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ") and " | `" in line]
+    keys = {stage: Artifact(made[stage]).manifest["key"][:8] for stage in ("pretrain", "sft", "reward", "ppo")}
+    assert rows == [[f"| {stage}", f"`{key}`"] for stage, key in keys.items()]  # the reward model's, once each
+    for data in ("documents", "demonstrations", "rankings"):
+        assert f"rlhf.recipes.demo_world:{data}" in text
     assert "rlhf.recipes.demo_world:documents" in text
     assert str(tmp_path.parent) not in text + json.dumps(about)  # no path of this machine
+
+
+@pytest.mark.parametrize("stage", ["ppo", "reward"])
+def test_the_card_s_example_loads_the_model_and_runs(
+    made: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+) -> None:
+    export.export(str(made[stage] / "model"), tmp_path / "mine")
+    (example,) = re.findall(r"```python\n(.*?)```", card_of(tmp_path / "mine")[1], re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(example, found := {})
+    ours = (load_scalar if stage == "reward" else load_policy)(str(made[stage] / "model"), byte_tokenizer())
+    weights = tensors(ours.classifier if stage == "reward" else ours)
+    assert all(torch.equal(weight, weights[name]) for name, weight in tensors(found["model"]).items())
+    assert (capsys.readouterr().out.strip() != "") == (stage == "ppo")  # which answers
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -80,6 +102,8 @@ def test_weights_are_rounded_and_a_reward_models_head_is_not(made: dict[str, Pat
     about, text = card_of(tmp_path / "out")
     assert about["pipeline_tag"] == "text-classification"
     assert f"over {ours.std:.6g}" in text
+    kept = {"bf16": "bfloat16, those of its head in float32", "fp16": "float16, those of its head in float32"}
+    assert f"Its weights are in {kept.get(dtype, 'float32')}." in text
 
 
 def test_numbers_that_a_type_has_no_place_for_are_refused(tmp_path: Path) -> None:
@@ -141,7 +165,7 @@ def test_our_own_decoder_brings_its_code_and_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "decoder.py").is_file()
     assert "auto_map" in json.loads((tmp_path / "out" / "config.json").read_text())
     assert any("trust_remote_code=True" in note for note in notes)
-    assert "trust_remote_code=True" in card_of(tmp_path / "out")[1]
+    assert 'AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)' in card_of(tmp_path / "out")[1]
 
 
 def test_a_base_of_the_hub_is_named_and_data_sets_of_it_too(made: dict[str, Path], tmp_path: Path) -> None:
@@ -153,6 +177,21 @@ def test_a_base_of_the_hub_is_named_and_data_sets_of_it_too(made: dict[str, Path
         (stage / name).write_text(text.replace("rlhf.recipes.demo_world:demonstrations", "owner/rows"))
     about = safe_load(export.card("mine", str(stage / "model"), False, False, []).split("---\n")[1])
     assert (about["base_model"], about["datasets"]) == ("owner/base", ["owner/rows"])
+
+
+def test_a_base_is_that_of_the_policy_and_data_sets_are_the_reward_model_s_too(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whatever the reward model started from."""
+    for stage, changed in (("ppo", {}), ("sft", {"model": "owner/base"}), ("reward", {"model": "owner/other"})):
+        (tmp_path / stage / "model").mkdir(parents=True)
+        shutil.copy(made[stage] / "manifest.json", tmp_path / stage)
+        settings = safe_load((made[stage] / "settings.yaml").read_text()) | changed
+        text = json.dumps(settings).replace("rlhf.recipes.demo_world:rankings", "owner/rankings")
+        (tmp_path / stage / "settings.yaml").write_text(text)
+    about, text = export.card("mine", str(tmp_path / "ppo" / "model"), False, False, []).split("---\n")[1:]
+    assert (safe_load(about)["base_model"], safe_load(about)["datasets"]) == ("owner/base", ["owner/rankings"])
+    assert re.findall(r"\| (\w+) \| `", text) == ["sft", "reward", "ppo"]
 
 
 def test_a_run_that_was_moved_still_knows_its_past(made: dict[str, Path], tmp_path: Path) -> None:
@@ -181,12 +220,19 @@ def test_a_card_names_figures_with_the_words_of_the_report(made: dict[str, Path]
     (tmp_path / "model").mkdir()
     shutil.copy(made["pretrain"] / "settings.yaml", tmp_path)
     manifest = Artifact(made["pretrain"]).manifest | {
-        "metrics": {"val_loss": 4.2, "num_parameters": 270816, "win_rate": 0.8309, "num_tokens": 12345.6}
+        "metrics": {
+            "val_loss": 4.2,
+            "num_parameters": 270816,
+            "win_rate": 0.8309,
+            "num_tokens": 12345.6,
+            "num_skipped": 2,
+        }
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     text = export.card("mine", str(tmp_path / "model"), False, False, [])
     assert "| held-out loss, nats per token | 4.20 |\n| parameters | 270,816 |" in text
     assert "| win rate over SFT by the judge | 0.83 |\n| tokens trained on | 12,346 |" in text
+    assert "| steps not taken, as their loss or gradient was no finite number | 2 |" in text
 
 
 def test_nothing_is_written_over(made: dict[str, Path], tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_importance_weights_are_1_without_staleness_and_the_truncated_ratio_with
 
 def test_the_policy_finds_what_pays(finished: Watched) -> None:
     scores = [row["score"] for row in rows(finished.folder)]
-    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.15, scores
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.05, scores  # about 0.2 whatever the seed
 
 
 def test_at_a_learning_rate_of_0_it_is_the_synchronous_schedule(
@@ -243,18 +243,22 @@ def test_an_error_in_the_thread_ends_the_stage_with_its_message_and_its_own_trac
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_the_thread_and_resumes_with_a_new_rollout(
     given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample, log, go_on = StaticEngine.generate, Runtime.log, threading.Event()
+    sample, log, hangs, go_on = StaticEngine.generate, Runtime.log, threading.Event(), threading.Event()
 
     def hangs_at_the_third(self: StaticEngine, *arguments: Any) -> Responses:
         if in_thread():
             seeds.append(torch.initial_seed())
             if len(seeds) == 3:
+                hangs.set()
                 go_on.wait()
+                raise Stopped(0)  # it is to draw nothing beside the tests that follow
         return sample(self, *arguments)
 
     def stop_after_the_second(self: Runtime, step: int, *more: Any, **options: Any) -> None:
         log(self, step, *more, **options)
-        self.stopping.code = 143 * (step == 2)
+        if step == 2:
+            hangs.wait()
+            self.stopping.code = 143
 
     seeds: list[int] = []
     monkeypatch.setattr(StaticEngine, "generate", hangs_at_the_third)

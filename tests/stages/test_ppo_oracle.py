@@ -156,5 +156,5 @@ def test_k2_in_the_loss_of_fresh_episodes_is_blind_to_the_kl_of_later_tokens_and
 ) -> None:
     once: dict[str, Any] = {"num_epochs": 1, "num_minibatches": 1, "num_iterations": 300, "learning_rate": 0.1}
     found = learn(0, kl_estimator="k2", aggregation=aggregation, **KL_IN_LOSS, **once)
-    assert total_variation(found, near_sighted()) < 0.01
+    assert total_variation(found, near_sighted()) < 0.02
     assert total_variation(near_sighted(), OPTIMUM) == pytest.approx(0.0624, abs=1e-4)

@@ -28,10 +28,19 @@ def quality(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     return [len(set(filter(_is_letter, response))) / LENGTH for response in responses]
 
 
-def letters_above_all_the_same(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-    """A reward that is right about answers of the SFT model, where letters are rare, and pays most for one repeated."""
-    letters = [list(filter(_is_letter, response)) for response in responses]
-    return [(len(some) + 3 * (max(map(some.count, some), default=1) - 1)) / LENGTH for some in letters]
+def letters(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """A reward that is right about answers of the SFT model, where letters are rare, and goes on to pay for more."""
+    return [sum(map(_is_letter, response)) / LENGTH for response in responses]
+
+
+def half_letters(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """Another judge's quality: one half of an answer should be letters."""
+    return [1 - abs(2 * share - 1) for share in letters(prompts, responses)]
+
+
+def other_signs(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """A reward for what no judge asks for."""
+    return [1 - share for share in letters(prompts, responses)]
 
 
 def _is_letter(sign: str) -> bool:
@@ -53,14 +62,13 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str,
 
 
 def run_of(folder: Path, given: dict[str, str], **fields: Any) -> Run:
-    """PPO without anything that holds it back, in a run folder; without a reward model where `rewards` are given."""
-    if "rewards" in fields:
-        given = {name: path for name, path in given.items() if name != "reward_model"}
+    """PPO without anything that holds it back, in a run folder."""
     chosen = {
-        "judge": "test_report_runs:quality", "kl_coef": 0.0, "kl_budget": 1e3, "rollout_batch_size": 64,
-        "num_epochs": 4, "num_minibatches": 1, "temperature": 1.0, "learning_rate": 2e-2, "save_every": 100,
+        "judge": "test_report_runs:quality", "reward_model": None, "kl_coef": 0.0, "kl_budget": 1e3,
+        "rollout_batch_size": 64, "num_epochs": 4, "num_minibatches": 1, "temperature": 1.0, "learning_rate": 3e-2,
+        "save_every": 100,
     }  # fmt: skip
-    metrics = run_ppo(folder / "ppo-1", given, **(chosen | fields))
+    metrics = run_ppo(folder / "ppo-1", given | chosen | fields)
     entries = {"ppo": Entry("done", "ppo-1", "ppo-1/model", 1.0, metrics)}
     if (folder / "reward-1").is_dir():
         of_reward = json.loads((folder / "reward-1" / "manifest.json").read_text())["metrics"]
@@ -70,20 +78,20 @@ def run_of(folder: Path, given: dict[str, str], **fields: Any) -> Run:
 
 
 def test_a_healthy_run_is_said_to_have_improved(given: dict[str, str], tmp_path: Path) -> None:
-    run = run_of(tmp_path, given, rewards=[{"function": "test_report_runs:quality"}], num_iterations=8)
+    run = run_of(tmp_path, given, rewards=[{"function": "test_report_runs:quality"}], num_iterations=12)
     verdict = judge_run(run)["ppo"]
     assert (verdict.name, verdict.tone) == ("improved", "good")
     assert verdict.sentence in page(run)
 
 
 def test_a_run_that_went_too_far_is_said_to_be_over_optimised(given: dict[str, str], tmp_path: Path) -> None:
-    rewards = [{"function": "test_report_runs:letters_above_all_the_same"}]
-    run = run_of(tmp_path, given, rewards=rewards, num_iterations=24)
+    rewards = [{"function": "test_report_runs:letters"}]
+    run = run_of(tmp_path, given, rewards=rewards, judge="test_report_runs:half_letters", num_iterations=20)
     line = dict(run.stages["ppo"].curves["eval_true_quality"])
-    assert max(line.values()) > line[0] + 0.1  # it was better at first
+    assert max(line.values()) > line[0] + 0.05  # it was better at first
     verdict = judge_run(run)["ppo"]
     assert (verdict.name, verdict.tone) == ("over_optimised", "bad")
-    assert "the true quality, at its best" in verdict.sentence
+    assert ", at its best " in verdict.sentence
     assert verdict.sentence in page(run)
 
 
@@ -94,9 +102,10 @@ def test_a_run_on_shuffled_ranks_is_said_to_have_a_broken_reward(given: dict[str
     rows.append({"prompt": "a", "responses": ["b" * 60, "c"], "ranks": [1, 2]})  # of whose answers one is too long
     data = tmp_path / "rankings.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_reward(tmp_path / "reward-1", given["model"], str(data), eval_share=0.5)
-    paid = given | {"reward_model": str(tmp_path / "reward-1" / "model")}
-    run = run_of(tmp_path, paid, num_iterations=6)
+    run_reward(tmp_path / "reward-1", given["model"], str(data), eval_share=0.5, seed=12)
+    rewards = [{"function": "test_report_runs:other_signs", "weight": 10.0}]  # which makes sure that the score rises
+    model = str(tmp_path / "reward-1" / "model")
+    run = run_of(tmp_path, given, reward_model=model, rewards=rewards, num_iterations=6)
     found = judge_run(run)
     assert found["reward"].name == "guesses"
     assert (found["ppo"].name, found["ppo"].tone) == ("broken_reward", "bad")

@@ -163,7 +163,8 @@ def test_a_draw_again_is_of_the_same_kind(tmp_path: Path) -> None:
 
 
 def test_answers_that_leave_no_room_for_the_prompt_are_refused(models: list[str], prompts: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="64 new tokens leave no room for a prompt in its 64 positions"):
+    message = r"64 new tokens leave no room for a prompt in its 64 positions; give fewer \(--max-new-tokens, in a"
+    with pytest.raises(SettingsError, match=message):
         run(models[:1], prompts, tmp_path / "s", "--max-new-tokens", "64")
 
 

@@ -85,6 +85,19 @@ def test_a_stage_in_which_nobody_moves_stands_still_and_the_one_that_waits_for_n
     assert other.look(training=True) is not None  # it ends itself where it still can
 
 
+def test_the_one_that_waits_for_nobody_tells_first_since_it_can_say_where_it_hangs(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    ours, other = some(tmp_path, 2)
+    with ours.collective("max"):
+        ours.look(training=True)
+        clock[0] = 100.0 + ours.interval - 0.1
+        assert ours.look(training=True) is None
+        assert other.look(training=True) is not None
+        clock[0] = 100.0 + ours.interval
+        assert ours.look(training=True) is not None
+
+
 def test_a_slow_process_that_moves_is_waited_for(tmp_path: Path, clock: list[float]) -> None:
     ours, slow, third = some(tmp_path, 3)
     with ours.collective("sum"), third.collective("sum"):
@@ -113,7 +126,7 @@ def test_where_all_wait_each_collective_is_told(tmp_path: Path, clock: list[floa
     with ours.collective("sum"), other.collective("barrier"):
         for each in (ours, other):
             each.look(training=True)
-        clock[0] = 101.0
+        clock[0] = 103.0
         said = ours.look(training=True)
     assert said is not None
     assert "rank 0 (pid" in said
@@ -127,7 +140,7 @@ def test_of_many_processes_those_that_only_wait_are_not_listed(tmp_path: Path, c
         if each is not many[9]:
             each.collective("sum").__enter__()
         each.look(training=True)
-    clock[0] = 101.0
+    clock[0] = 103.0
     said = many[3].look(training=True)
     assert said is not None
     assert said.startswith("it stands still: rank 9 (pid")
@@ -189,9 +202,9 @@ def test_a_process_that_stands_still_ends_itself_and_says_where_in_the_code_it_i
             other.start()
             found = Stopping(tmp_path, 30, print, tell_status(tmp_path), [], ours)
             found.start()
-            found.training = True
             with ours.collective("sum"):
-                time.sleep(20)
+                found.training = True
+                time.sleep(60)
         finally:
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
