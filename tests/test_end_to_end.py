@@ -150,7 +150,7 @@ def test_every_command_of_the_readme_runs(home: Path) -> None:
         launched = any(word.startswith(("num_processes=", "accelerate_config=")) for word in words)
         before = set(home.glob("runs/mine/ppo-*"))
         said = rlhf(*words, *(["--force", "ppo"] if launched else []), cwd=home, typed="Who is the fox?\n")
-        assert said.stderr == ""
+        assert said.stderr in ("", "> Who is the fox?\n")  # a question that is piped in is shown
         if launched:  # and not reused
             (new,) = set(home.glob("runs/mine/ppo-*")) - before
             processes.append(json.loads((new / "manifest.json").read_text())["made_with"]["processes"])

@@ -94,8 +94,10 @@ def test_own_files_become_a_model_that_answers(stranger: Call, environment: Path
     (line,) = stranger("python", "-c", FORKED, str(Path(__file__).parent), json.dumps(commands)).stdout.splitlines()
     ours, *done = json.loads(line)
     assert [Path(folder) for folder in ours] == list(environment.glob("lib/python*/site-packages/rlhf"))
+    asked = "> How do I mend a lamp?\n> And a chair?\n"
     for command in done:
-        assert (command["returncode"], command["stderr"]) == (0, "")
+        assert (command["returncode"], command["stderr"].replace(asked, "")) == (0, "")
+    assert done[-1]["stderr"] == asked
     run, report, chat = (command["stdout"] for command in done)
 
     stages: dict[str, Any] = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())["stages"]
