@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, islice
+from itertools import groupby, islice
 from typing import Any, Generic, TypeVar
 
 from rlhf.data import formats
@@ -279,11 +279,14 @@ def _is_opposed(example: Any) -> bool:
     """Whether the strengths of a ranking have another order than its ranks."""
     if not isinstance(example, Ranking) or example.strengths is None:
         return False
-    answers = zip(example.ranks, example.strengths, strict=True)
-    return any(
-        (rank - other_rank) * (strength - other) > 0
-        for (rank, strength), (other_rank, other) in combinations(answers, 2)
-    )
+    best_first = sorted(zip(example.ranks, example.strengths, strict=True), key=lambda answer: answer[0])
+    least = math.inf  # of the answers of better rank
+    for _, equal in groupby(best_first, key=lambda answer: answer[0]):
+        strengths = [strength for _, strength in equal]
+        if max(strengths) > least:
+            return True
+        least = min(least, *strengths)
+    return False
 
 
 def _has(row: dict[str, Any], shape: tuple[str, ...]) -> bool:

@@ -61,6 +61,10 @@ def test_ranks_that_scores_contradict_are_warned_of() -> None:
     own = {"prompt": "Q", "responses": ["a", "b"], "ranks": [1, 2], "strengths": [0, 1]}
     assert read(own).report.warnings[0].startswith("1 ranking (row 1) has")
     assert read(own, kind="prompts").report.warnings == []
+    three = own | {"responses": ["a", "b", "c"], "ranks": [1, 2, 1]}
+    assert read(three | {"strengths": [3, 2, 2]}).report.warnings == []
+    assert read(three | {"strengths": [3, 2, 1]}).report.warnings != []  # c's is less than b's
+    assert read(three | {"ranks": [1, 2, 2], "strengths": [2, 3, 1]}).report.warnings != []  # and here a's
 
 
 @pytest.mark.parametrize(
