@@ -6,7 +6,7 @@ from typing import Any
 from rlhf.pipeline.report.evaluation import task_rows
 from rlhf.pipeline.tables import show_table
 from rlhf.stages.evaluation.records import Figures
-from rlhf.stages.metric_names import metric, number, share
+from rlhf.stages.metric_names import metric, number, share, span
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -83,8 +83,8 @@ def _held_out(found: Mapping[str, Any]) -> str:
     """What the figures rest on, in words; where it is not the same for every model, from the least to the most."""
     told, settings = [], found["settings"]
     for key, what in (("num_text_tokens", "text"), ("num_response_tokens", "responses")):
-        if nums := sorted({model[key] for model in found["models"].values()} - {0}):
-            told.append(f"{' to '.join(map(number, nums[:1] + nums[1:][-1:]))} tokens of {what}")
+        if nums := span(num for model in found["models"].values() if (num := model[key])):
+            told.append(f"{nums} tokens of {what}")
     if settings["num_prompts"]:
         told.append(f"{number(settings['num_prompts'])} prompts (answers to each: {settings['num_samples']})")
     return ", ".join(told)

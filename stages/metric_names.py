@@ -1,5 +1,6 @@
 """What metrics are called, and their digits: on a model card, in the report, in tables. No torch."""
 
+from collections.abc import Iterable
 from typing import Any
 
 NAMES = {
@@ -72,6 +73,12 @@ def number(value: Any) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
+
+
+def span(values: Iterable[float]) -> str:
+    """The least and the most of some numbers; one where they are equal, nothing where there are none."""
+    ends = sorted(set(values))
+    return " to ".join(map(number, ends[:1] + ends[1:][-1:]))
 
 
 def share(value: float) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 
 from rlhf.pipeline.report.curves import Line
 from rlhf.pipeline.report.drawing import draw_frontier
-from rlhf.pipeline.report.ppo_verdict import STAGES_OWN, interval_of, num_prompts, source
+from rlhf.pipeline.report.ppo_verdict import STAGES_OWN, source
 from rlhf.pipeline.report.run import MODELS, Run
-from rlhf.stages.metric_names import NAMES, metric, number, share
+from rlhf.stages.metric_names import NAMES, metric, number, share, span
 
 FIGURES = (
     "text_perplexity", "response_perplexity", "score", "quality", "length", "eos_share", "distinct_1", "distinct_2",
@@ -33,7 +33,7 @@ def evaluation(run: Run) -> dict[str, Any] | None:
         "settings": found["settings"],
         "judge": found["judge"],
         "source": source(found),
-        "pairs": [_pair(pair, num_prompts(found, pair)) for pair in found["pairs"]],
+        "pairs": [_pair(pair) for pair in found["pairs"]],
         "models": [(MODELS[name], name) for name in models],
         "figures": [
             (_title(models, key), [metric(_figure(model, key), key) for model in models.values()]) for key in known
@@ -47,9 +47,8 @@ def evaluation(run: Run) -> dict[str, Any] | None:
 
 def _title(models: dict[str, Any], key: str) -> str:
     """The name of a figure, with the number of tokens that it was taken over."""
-    nums = sorted({model[COUNTS[key]] for model in models.values()} - {0}) if key in COUNTS else []
-    over = " to ".join(number(num) for num in nums[:1] + nums[1:][-1:])
-    return f"{NAMES[key]}, {over} tokens" if nums else NAMES[key]
+    over = span(num for model in models.values() if key in COUNTS and (num := model[COUNTS[key]]))
+    return f"{NAMES[key]}, {over} tokens" if over else NAMES[key]
 
 
 def _verdict_rests_on(run: Run) -> str | None:
@@ -143,13 +142,13 @@ def _over_root_kl(kls: Line, values: Line) -> Line:
     return [(math.sqrt(max(at[step], 0.0)), value) for step, value in values if step in at]
 
 
-def _pair(pair: dict[str, Any], num: int) -> dict[str, Any]:
+def _pair(pair: dict[str, Any]) -> dict[str, Any]:
     controlled, interval = pair["length_controlled"], pair["length_controlled_interval"]
     return {
         "title": f"{MODELS[pair['one']]} over {MODELS[pair['other']]}",
         "by": {"judge": "the judge", "score": "the reward model"}[pair["by"]],
         "wins": pair["wins"], "ties": pair["ties"], "losses": pair["losses"],
-        "win_rate": pair["win_rate"], "interval": interval_of(pair, num),
+        "win_rate": pair["win_rate"], "interval": pair["interval"],
         "at_equal_length": None if controlled is None else share(controlled)
         + (" ({} to {})".format(*map(share, interval)) if interval else ""),
     }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.data.feedback.bias import wilson
 from rlhf.stages.metric_names import share
 
 NORMAL_95 = 1.96  # standard deviations that hold 95 % of a normal distribution
@@ -25,10 +26,7 @@ def of_share(right: float, num: int) -> Interval:
     if right in (0.0, 1.0):
         unseen = 1 - 0.025 ** (1 / num)
         return (0.0, unseen) if right == 0.0 else (1 - unseen, 1.0)
-    z2 = NORMAL_95**2
-    middle = (right + z2 / (2 * num)) / (1 + z2 / num)
-    half = NORMAL_95 * math.sqrt(right * (1 - right) / num + z2 / (4 * num**2)) / (1 + z2 / num)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+    return wilson(right * num, num)
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, Interval] | None:

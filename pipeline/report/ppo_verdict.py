@@ -26,8 +26,6 @@ EMPTY_LENGTH, SPOKE_BEFORE = 1.5, 3.0
 ENTROPY_SHARE, EOS_DROP = 0.2, 0.2
 """As in the health monitor: an entropy below a fifth of the start's leaves nothing to explore; a share of answers that
 end does not fall by a fifth in a healthy run."""
-FEW_PROMPTS = 10
-"""Of fewer a bootstrap, by which an evaluation has its intervals, hardly varies."""
 STAGES_OWN = "at the end of the ppo stage"
 UNTRUSTED = ("guesses", "inverted", "constant")
 """Verdicts on a reward model whose score says nothing of ranks."""
@@ -85,7 +83,7 @@ def gather(
     found = {pair["by"]: pair for pair in pairs if (pair["one"], pair["other"]) == ("ppo", "sft")}
     for by, name in (("judge", "win_rate"), ("score", "score_win_rate")):
         pair, rate = found.get(by), metrics.get(name)
-        num = num_prompts(evaluation, pair) if evaluation and pair else 0
+        num = _num_prompts(evaluation, pair) if evaluation and pair else 0
         if evaluation and pair and (rate is None or num >= own):
             controlled = pair.get("length_controlled_interval")
             models = evaluation.get("models") or {}
@@ -94,7 +92,7 @@ def gather(
                 for key in ("quality", "score")
             )
             return Evidence(
-                pair["win_rate"], interval_of(pair, num), tuple(controlled) if controlled else None, by == "judge",
+                pair["win_rate"], tuple(pair["interval"]), tuple(controlled) if controlled else None, by == "judge",
                 num, agreement, num_answers, quality, (models.get("ppo") or {}).get("kl"), score,
                 source=source(evaluation), evaluated=True,
             )  # fmt: skip
@@ -111,16 +109,10 @@ def source(evaluation: Mapping[str, Any]) -> str:
     return "by rlhf eval --cheap" if evaluation.get("form") == "cheap" else "by rlhf eval"
 
 
-def num_prompts(evaluation: Mapping[str, Any], pair: Mapping[str, Any]) -> int:
+def _num_prompts(evaluation: Mapping[str, Any], pair: Mapping[str, Any]) -> int:
     """Of a comparison; where that is not said, its answers."""
     told = (evaluation.get("settings") or {}).get("num_prompts")
     return int(told or pair["wins"] + pair["ties"] + pair["losses"])
-
-
-def interval_of(pair: Mapping[str, Any], num: int) -> Interval:
-    """Of the win rate of a comparison on `num` prompts."""
-    low, high = pair["interval"]
-    return of_share(pair["win_rate"], num) if num < FEW_PROMPTS else (low, high)
 
 
 def _both(figures: Mapping[str, Any], before: str, after: str) -> tuple[float, float] | None:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rlhf.data.feedback.bias import wilson
+
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
@@ -22,7 +24,7 @@ OUTSIDE = 0.05
 """The chance that an interval misses the truth."""
 NUM_RESAMPLES = 1000
 MIN_PROMPTS = 10
-"""Of fewer a regression on lengths says what the ridge and one or two answers say."""
+"""Of fewer a bootstrap hardly varies, and a regression on lengths says what the ridge and one or two answers say."""
 RIDGE = 0.1
 """Weight of the squared coefficients beside the log-likelihood of all answers: separable data keep finite ones."""
 REFUSALS = tuple(
@@ -78,13 +80,16 @@ def win_rate(outcomes: ArrayLike, seed: int = 0) -> tuple[float, Interval]:
     """Share of wins, ties half, and its interval, from outcomes [P] or [P,m]: 1 a win, 0.5 a tie, 0 a loss.
 
     Where all prompts came out alike, a bootstrap has no width. The interval then leaves room for as large a share of
-    other prompts as could have stayed unseen with a chance of 2.5 % (Clopper and Pearson 1934).
+    other prompts as could have stayed unseen with a chance of 2.5 % (Clopper and Pearson 1934). From fewer than
+    MIN_PROMPTS prompts otherwise it is Wilson's, which ties make too wide, never too narrow.
     """
     per_prompt = _by_prompt(outcomes).mean(1)
     rate, interval = mean(per_prompt, seed)
     if interval is None or per_prompt.min() == per_prompt.max():
         unseen = 1 - (OUTSIDE / 2) ** (1 / len(per_prompt))
         interval = rate * (1 - unseen), rate * (1 - unseen) + unseen
+    elif len(per_prompt) < MIN_PROMPTS:
+        interval = wilson(rate * len(per_prompt), len(per_prompt))
     return rate, interval
 
 

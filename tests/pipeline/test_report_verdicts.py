@@ -124,15 +124,6 @@ def test_four_right_of_four_are_too_few_to_tell_and_six_of_six_are_not() -> None
     )
 
 
-def test_a_bootstrap_of_few_prompts_is_not_believed() -> None:
-    """Four answers to each of four prompts that came out nearly alike."""
-    pair = {"one": "ppo", "other": "sft", "by": "judge", "wins": 11, "ties": 0, "losses": 5, "win_rate": 0.6875,
-            "interval": [0.625, 0.75]}  # fmt: skip
-    few = gather({"pairs": [pair], "settings": {"num_prompts": 4}}, [], [], {})
-    assert few.interval == of_share(0.6875, 4)
-    assert gather({"pairs": [pair], "settings": {"num_prompts": 10}}, [], [], {}).interval == (0.625, 0.75)
-
-
 def test_a_tie_with_the_rule_of_length_on_few_prompts_shows_nothing() -> None:
     few = REWARD | {"accuracy": 1.0, "longer_wins_accuracy": 1.0, "num_eval_prompts": 5}
     assert said(verdicts.reward(few | {"num_eval_prompts": 8}), "too_few_to_tell", "open") == (

@@ -41,6 +41,14 @@ def test_answers_to_a_prompt_are_drawn_together() -> None:
     assert many[1] - many[0] == pytest.approx((once[1] - once[0]) / 2, rel=0.15)
 
 
+def test_a_bootstrap_of_fewer_than_ten_prompts_is_not_believed() -> None:
+    """Four answers to each, nearly alike: 2.75 of 4 by Wilson (0.6875 + 0.4802 ± 0.6610) / 1.9604 by hand."""
+    alike = [[1.0, 1.0, 1.0, 0.0]] * 3 + [[1.0, 1.0, 0.0, 0.0]]
+    assert win_rate(alike) == (0.6875, pytest.approx((0.2585, 0.9328), abs=1e-4))
+    low, high = win_rate(alike[:2] * 4 + alike[2:])[1]  # ten prompts
+    assert high - low < 0.2
+
+
 def test_an_interval_is_the_same_whenever_it_is_taken() -> None:
     outcomes = [1.0] * 7 + [0.0] * 5
     assert win_rate(outcomes) == win_rate(outcomes)
