@@ -100,6 +100,7 @@ def evaluate(
     import json
     import os
     import sys
+    from contextlib import redirect_stdout
 
     from rlhf.pipeline import evaluation
     from rlhf.pipeline.evaluation_tables import show
@@ -125,7 +126,8 @@ def evaluate(
     asked = EvaluationSettings.load(base | by_recipe | options, "eval")
     entries = read_summary(run_dir)
     evaluation.refuse_missing_stages(run_dir, entries)
-    with telling("starting", lambda text: print(text, file=sys.stderr, flush=True)) as tell:
+    tell_aside = telling("starting", lambda text: print(text, file=sys.stderr, flush=True))
+    with tell_aside as tell, redirect_stdout(sys.stderr):  # what a judge prints is none of the figures
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, entries), asked, tell)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.rows import Prompt, prompt_text
@@ -20,7 +21,7 @@ from rlhf.stages.evaluation import statistics
 from rlhf.stages.evaluation.answers import Answer
 from rlhf.stages.evaluation.bench import Bench, Say
 from rlhf.stages.evaluation.config import EvaluationSettings
-from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, EvaluationFailed, short_hash
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, EvaluationFailed, Figures, Row, short_hash
 from rlhf.stages.evaluation.subjects import find_subjects
 from rlhf.stages.evaluation.tasks import run_tasks, task_manager
 from rlhf.stages.runtime import be_quiet
@@ -85,7 +86,17 @@ def evaluate(
 
 
 def write(run_dir: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put both files into the run folder. Raises EvaluationFailed where that cannot be done."""
+    """Put both files into the run folder. Raises EvaluationFailed where that cannot be done, or could not be read back;
+    what is there is kept then."""
+    try:
+        Figures.model_validate(found)
+        [Row.model_validate(row) for row in rows]
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise EvaluationFailed(
+            f"{run_dir}: {key} is no finite number, so that nothing is written; does the judge or a reward give "
+            "numbers too large to average?"
+        ) from error
     try:
         replace_text(run_dir / ANSWERS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         replace_text(run_dir / FIGURES, json.dumps(found, indent=1, ensure_ascii=False))

@@ -282,6 +282,14 @@ def test_a_run_ends_with_the_verdict_on_each_stage(world: Path, stages: FakeStag
     assert verdicts[4] == "report: run/report.html"
 
 
+def test_what_a_judge_prints_is_none_of_the_figures(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
+    stages.in_evaluation = lambda: print("judging")
+    code, out, err = rlhf("eval", "run", "--json")
+    assert (code, err) == (0, "judging\n")
+    assert list(json.loads(out)["models"]) == ["base"]
+
+
 def test_a_judge_that_fails_is_a_failure(world: Path, stages: FakeStages, rlhf: Call) -> None:
     rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
 

@@ -342,6 +342,20 @@ def test_a_function_is_asked_once_before_a_model_is_loaded(chain: dict[str, Path
     assert said[-1].startswith(f"{__name__}:only_of_questions judges ")
 
 
+def enormous(prompts: list[str], responses: list[str]) -> list[float]:
+    """Finite, but their spread is not."""
+    return [1e308 * (-1) ** number for number in range(len(responses))]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_figures_that_could_not_be_read_back_are_not_written(chain: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text("earlier")
+    with pytest.raises(EvaluationFailed, match=r"models\.base\.quality\.std is no finite number, so that nothing is"):
+        evaluate(tmp_path, {"sft": chain["sft"], "pretrain": chain["pretrain"]}, cheap(f"{__name__}:enormous"))
+    assert (tmp_path / "evaluation.json").read_text() == "earlier"
+
+
 def standardised(prompts: list[str], responses: list[str]) -> list[float]:
     """A judge that takes all answers together: how many standard deviations one is longer than their mean."""
     lengths = [len(response) for response in responses]
