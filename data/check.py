@@ -12,6 +12,7 @@ from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.examples import Prompt, Ranking
 from rlhf.data.lengths import Lengths, Measure, characters, tokens
 from rlhf.data.messages import Messages
+from rlhf.data.normal_forms import NormalForms
 from rlhf.data.own import cure
 from rlhf.data.report import DUPLICATE, FIRST_FEW, Dropped, Report
 from rlhf.data.rows import numbered, prompt_key, prompt_text
@@ -70,7 +71,7 @@ def check(
         "pairs": tally.pairs,
         "ties": tally.ties + report.dropped_ties,
         "duplicates": repeated if kind == "prompts" else tally.repeats,
-        "warnings": _warnings(report, source),
+        "warnings": [*_warnings(report, source), *tally.forms.warnings(tally.prompts)],
         "parts": _as_json(report.parts),
         "details": {why: drop.detail for why, drop in (report.dropped | report.parts).items() if drop.detail},
         "contradictions": tally.contradictions(),
@@ -121,7 +122,9 @@ class Tally:
     """What is counted over the examples of a source. Texts are kept as hashes only."""
 
     def __init__(self, measure: Measure, lengths: Lengths | None, elsewhere: set[int]) -> None:
-        self.prompts: set[int] = set()
+        self.prompts: dict[int, int] = {}
+        """The row that brings each first, by the hash of its key."""
+        self.forms = NormalForms()
         self.pairs = self.ties = self.repeats = 0
         self.longer = 0.0
         self.shared: list[int] = []
@@ -159,10 +162,12 @@ class Tally:
         self.repeats += len(self._seen) == before
 
     def _add_prompt(self, number: int, example: Any) -> None:
-        key = hash(prompt_key(_prompt(example)))
+        text = prompt_key(_prompt(example))
+        self.forms.add(text, _prompt(example))
+        key = hash(text)
         if key in self._elsewhere and key not in self.prompts:
             self.shared.append(number)
-        self.prompts.add(key)
+        self.prompts.setdefault(key, number)
         if isinstance(example, Ranking):
             answers = [hash(response.strip()) for response in example.responses]
             self._verdicts.setdefault(key, []).append((number, answers, example.ranks))

@@ -1,5 +1,7 @@
 """The errors people see: what was found, where, and what would work; and what a signal raises."""
 
+import signal
+
 
 class RefusedError(ValueError):
     """Bad input found before anything was trained; the command line exits with code 2."""
@@ -15,6 +17,19 @@ class SettingsError(RefusedError):
 
 class Stopped(SystemExit):
     """A signal ended what was being done, which can be resumed; `code` is the exit code that goes with it."""
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether a signal raised it. A function of somebody's may raise SystemExit or KeyboardInterrupt of its own, which
+    then is an error like any other: Ctrl-C raises the latter only where nobody handles the signal in another way."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, Stopped) or (isinstance(error, KeyboardInterrupt) and is_default)
+
+
+def named_error(error: BaseException) -> str:
+    """Kind and text of an error of somebody's code, on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def first_line(error: Exception) -> str:

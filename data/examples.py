@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from rlhf.data.messages import Messages, Unusable, with_tools
+from rlhf.data.messages import Messages, Unusable, with_system, with_tools
 
 # Reasons to leave something out that are no fault of the data.
 UNJUDGED, DELETED = "nobody judged it", "a deleted message"
@@ -47,13 +47,20 @@ class Ranking:
     """Whose ranking it is, where annotators are read apart and the row names them."""
 
 
-def told_of_tools(example: Any, tools: Any) -> Any:
-    """An example whose prompt tells the tools that its row offers; a text as it is. Raises Unusable."""
+def in_full(example: Any, row: dict[str, Any]) -> Any:
+    """An example with its prompt as `asked` gives it; a text as it is. Raises Unusable."""
     if isinstance(example, Prompt):
-        return replace(example, messages=with_tools(example.messages, tools))
+        messages = asked(example.messages, row)
+        return example if messages is example.messages else replace(example, messages=messages)
     if isinstance(example, (Demonstration, Ranking)):
-        return replace(example, prompt=with_tools(example.prompt, tools))
+        prompt = asked(example.prompt, row)
+        return example if prompt is example.prompt else replace(example, prompt=prompt)
     return example
+
+
+def asked(prompt: Messages, row: dict[str, Any]) -> Messages:
+    """A prompt with the system message and the tools that other columns of its row hold, in whatever format."""
+    return with_tools(with_system(prompt, row), row.get("tools"))
 
 
 def ranked(

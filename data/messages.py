@@ -35,6 +35,7 @@ LISTS = {
     "strengths": _NUMBERS,
     "instances": '[{"input": "", "output": "Hello"}]',
 }
+SYSTEM = ("system", "system_prompt")  # columns that hold a system message; the first that says something does
 ANSWER_MARKER = "\n\nAssistant:"  # begins an answer in transcripts such as Anthropic's HH
 
 
@@ -127,12 +128,12 @@ def _list_cure(name: str) -> str:
     return f"; in a table's cell it is JSON, such as {LISTS[name]}" if name in LISTS else ""
 
 
-def as_question(parts: dict[str, Any], system: Any = None, history: Any = None) -> Messages:
-    """A prompt from columns: a system message, earlier rounds as pairs of texts, then the parts by name, a line each.
+def as_question(parts: dict[str, Any], history: Any = None) -> Messages:
+    """A prompt from columns: earlier rounds as pairs of texts, then the parts by name, a line each.
 
     What is missing or blank is left out, but some part of the question must be there.
     """
-    rounds = [] if _silent(history) else history
+    rounds = [] if is_empty(history) else history
     if not isinstance(rounds, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in rounds):
         raise Unusable("history is not a list of pairs of a question and an answer")
     messages = []
@@ -140,17 +141,31 @@ def as_question(parts: dict[str, Any], system: Any = None, history: Any = None) 
         for role, value in zip(("user", "assistant"), pair, strict=True):
             text = as_text(value, f"the {role} turn of a pair in history", empty=f"empty {role} turn")
             messages.append({"role": role, "content": text})
-    said = [as_text(value, name, "") for name, value in parts.items() if not _silent(value)]
+    said = [as_text(value, name, "") for name, value in parts.items() if not is_empty(value)]
     if not said:
         raise Unusable("empty prompt")
-    return with_system([*messages, {"role": "user", "content": "\n".join(said)}], system)
+    return [*messages, {"role": "user", "content": "\n".join(said)}]
 
 
-def with_system(messages: Messages, system: Any) -> Messages:
-    """Messages with the system message that a column holds; one of their own comes before it."""
-    if _silent(system) or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": as_text(system, "system", "empty system turn")}, *messages]
+def system_column(row: dict[str, Any]) -> str | None:
+    """The column of a row that holds its system message; None where there is none, or it says nothing."""
+    return next((name for name in SYSTEM if not is_empty(row.get(name))), None)
+
+
+def no_system_message(column: str) -> str:
+    """What to do about a column of this name that means something else."""
+    return f"rename the column, or call it something else with map: {{source: {column}}}"
+
+
+def with_system(prompt: Messages, row: dict[str, Any]) -> Messages:
+    """The prompt after the system message that a column of its row holds; one of its own is taken instead."""
+    column = system_column(row)
+    if column is None or prompt[0]["role"] == "system":
+        return prompt
+    if not isinstance(row[column], str):
+        cure = f"; if it is no system message, {no_system_message(column)}"
+        raise Unusable(f"{column} is {describe(row[column])}, not text", cure)
+    return [{"role": "system", "content": as_text(row[column], column, "empty system turn")}, *prompt]
 
 
 def with_tools(prompt: Messages, tools: Any) -> Messages:
@@ -265,5 +280,6 @@ def _json(value: Any) -> str:
         raise Unusable("a tool cannot be written as JSON", f": {error}") from None
 
 
-def _silent(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+def is_empty(value: Any) -> bool:
+    """Nothing, blanks, or the NaN that pandas writes into an empty cell."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())

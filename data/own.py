@@ -38,6 +38,7 @@ NO_PROMPT = "no prompt"  # why a row cannot be used that has no column of ours
 COLUMNS = (
     "text",
     "prompt",
+    "system",
     "messages",
     "response",
     "completion",

@@ -4,19 +4,19 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby, islice
 from typing import Any, Generic, TypeVar
 
 from rlhf.data import formats
-from rlhf.data.columns import columns_found, did_you_mean, find, names, plain, with_plain_names
+from rlhf.data.columns import columns_found, did_you_mean, names
 from rlhf.data.errors import DataError
-from rlhf.data.examples import Demonstration, Prompt, Ranking, told_of_tools
+from rlhf.data.examples import Demonstration, Prompt, Ranking, in_full
 from rlhf.data.files import DOCUMENTS, suffixes
 from rlhf.data.formats.ranked_answers import ONE_A_ROW, is_unranked
 from rlhf.data.formats.unpaired import refuse_judged_bad
-from rlhf.data.messages import LISTS, Messages, Unusable, as_list, prompt_key, prompt_text
-from rlhf.data.own import COLUMNS, NEEDS, OWN, PARSERS, cure
+from rlhf.data.mapping import check_map, with_our_names
+from rlhf.data.messages import Messages, Unusable, prompt_key, prompt_text
+from rlhf.data.own import NEEDS, OWN, PARSERS, cure
 from rlhf.data.report import DOCUMENT, DUPLICATE, TIED, Dropped, Report
 from rlhf.data.sources import Row, Source, Unreadable, locate, read_rows
 
@@ -43,6 +43,7 @@ __all__ = [
 T = TypeVar("T")
 
 _BAD_ONES_TOO = "all are learned from, bad ones too; as preferences those to one prompt are a ranking"
+_OF_RANKINGS = frozenset(name for shape in OWN["preferences"] for name in shape) - {"prompt"}
 _WITH_PROMPTS = ("demonstrations", "preferences")  # kinds whose formats are read for their prompts, too
 
 
@@ -127,7 +128,7 @@ def numbered(
         try:
             if isinstance(raw, Unreadable):
                 raise Unusable(raw.reason, raw.detail)
-            row = _named(raw, source, kind)
+            row = with_our_names(raw, source, kind)
             if kind == "demonstrations":
                 refuse_judged_bad(row)
                 if isinstance(row, dict) and tuple(row) not in met:
@@ -135,7 +136,7 @@ def numbered(
                     judged = judged or _judged(row)
             known = _format_of(row, source, kind)
             if known is None:
-                if not waiting.keys().isdisjoint(ONE_A_ROW):
+                if kind == "preferences":
                     _refuse_unranked(row)
                 shape, found = PARSERS[kind](row, source)
             else:
@@ -167,7 +168,7 @@ def numbered(
             if _is_opposed(example):
                 opposed.add(number)
             yield number, example
-    _check_map(source, columns)
+    check_map(source, columns)
     report.format = "; ".join(shapes)
     if judged is not None and report.kept:
         report.judged = f"each row has one answer and how good it is ({judged.name}): {_BAD_ONES_TOO}"
@@ -206,9 +207,9 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
 
 
 def _refuse_unranked(row: Row) -> None:
-    """Refuse a row in a table of ranked answers that has an answer, but not the column with its rank."""
-    if isinstance(row, dict) and is_unranked(row) and not any(_has(row, shape) for shape in OWN["preferences"]):
-        raise Unusable("an answer without its rank or score", ": its row has no such column")
+    """Refuse a row with one answer that has no column with its rank, and nothing of what our other rankings have."""
+    if isinstance(row, dict) and is_unranked(row) and _OF_RANKINGS.isdisjoint(row):
+        raise Unusable("an answer without its rank or score", columns_found(row))
 
 
 def _judged(row: dict[str, Any]) -> formats.Format | None:
@@ -221,11 +222,11 @@ def _judged(row: dict[str, Any]) -> formats.Format | None:
 
 
 def _wanted(example: Any, row: Row, kind: str) -> Any:
-    """An example as the kind that is wanted (of another kind's, its prompt), told of the tools that its row offers."""
+    """An example as the kind that is wanted (of another kind's, its prompt), with all that its row asks."""
     if kind == "prompts" and isinstance(example, (Demonstration, Ranking)):
         assert isinstance(row, dict)
         example = Prompt(example.prompt, row)
-    return told_of_tools(example, row["tools"]) if isinstance(row, dict) and row.get("tools") else example
+    return in_full(example, row) if isinstance(row, dict) else example
 
 
 def _sorted_out(examples: list[Any], refuse: Callable[[Any], None]) -> tuple[list[Any], list[Unusable]]:
@@ -314,44 +315,6 @@ def _check_format(source: Source, kind: str) -> None:
     if source.format is not None and source.format not in there:
         known = did_you_mean(source.format, there) or f"; there are {', '.join(there) or 'none'}"
         raise DataError(f"{source.path}: format: no format of {kind} is called {source.format!r}{known}")
-
-
-def _check_map(source: Source, columns: dict[str, None]) -> None:
-    """Refuse a map with a name that is not ours, or with a column that is in none of the rows."""
-    for name, column in source.map.items():
-        if name not in COLUMNS:
-            known = did_you_mean(name, COLUMNS) or f"; there are {', '.join(COLUMNS)}"
-            raise DataError(f"{source.path}: map: no column of ours is called {name!r}{known}")
-        if not any(plain(column) == plain(one) for one in columns):
-            there = did_you_mean(column, columns) or columns_found(columns)
-            raise DataError(f"{source.path}: map: no column {column!r} to read as {name}{there}")
-
-
-def _named(row: Row, source: Source, kind: str) -> Row:
-    """The row with the columns that the source's `map` names under our names too, and all under their plain names."""
-    if not isinstance(row, dict):
-        return row
-    mapped: dict[str, Any] = {}
-    for name, column in source.map.items():
-        found = find(column, row)
-        if found is None:
-            raise Unusable(f"no column {column!r} to read as {name}", columns_found(row))
-        mapped[name] = row[found]
-    row = row | mapped if mapped else row
-    if kind == "text":
-        return row
-    row = with_plain_names(row, _spelled())
-    for name in LISTS:
-        if isinstance(row.get(name), str):
-            with suppress(Unusable):  # a broken one matters to those alone who read it
-                row = row | {name: as_list(row[name], name)}
-    return row
-
-
-@cache
-def _spelled() -> frozenset[str]:
-    """Names of columns in formats that have capitals."""
-    return frozenset(name for known in formats.formats() for name in known.columns if name != plain(name))
 
 
 def _of_document(unusable: Unusable, report: Report) -> Unusable:

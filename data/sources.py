@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rlhf.data.errors import DataError, Stopped, first_line
+from rlhf.data.errors import DataError, Stopped, first_line, is_stop, named_error
 from rlhf.data.files import (
     KNOWN_SUFFIXES,
     Row,
@@ -183,8 +183,10 @@ def load_function(reference: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise DataError(f"{reference}: {error}; package.module:function must be importable here") from error
-    except Exception as error:  # whatever a user's module does while it is imported
-        raise DataError(f"{reference}: importing it raised {type(error).__name__}: {error}") from error
+    except BaseException as error:  # whatever a user's module does while it is imported, SystemExit too
+        if is_stop(error):
+            raise
+        raise DataError(f"{reference}: importing it raised {named_error(error)}") from error
     if not callable(function):
         raise DataError(f"{reference}: found {type(function).__name__}, not a function")
     return function

@@ -6,79 +6,23 @@ from is on disk (`rlhf.data.feedback.schema` says what that means). Nothing is d
 A prompt's answers belong to rounds. Those of one round are ranked together, and the newest round is the one to rate.
 """
 
-import json
-import sqlite3
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
-from threading import RLock
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from rlhf.data.errors import DataError, first_line
-from rlhf.data.feedback import assign, checks, reading, schema
+from rlhf.data.errors import DataError
+from rlhf.data.feedback import assign, checks, reading, writing
+from rlhf.data.feedback.file import StoreFile
 from rlhf.data.feedback.records import Answer, Judged, Progress, Rater, StoredAnswer, Task
-from rlhf.data.messages import Messages, prompt_key
-
-PAUSE = 0.05  # seconds at most after a batch: who waits for SQLite looks again only every few hundredths of a second
+from rlhf.data.messages import Messages
 
 
-class Store:
+class Store(StoreFile):
     """A feedback store. Open it with `Store.create(path)` or `Store.open(path)`; both are context managers.
 
     Its methods may be called from several threads, one at a time goes on. Raises DataError for what it is given and
     cannot use, and for a file that is none of its kind, damaged, or locked by another process for half a minute. What
     writes also raises it, and leaves nothing behind, where the file was moved, replaced or deleted since it was opened.
     """
-
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
-        self._db = connection
-        self._lock = RLock()
-        self._file = path.absolute()
-        self._identity = schema.identity(self._file)
-
-    @classmethod
-    def create(cls, path: str | Path) -> Self:
-        """A new store. Raises SettingsError if the file is there already (what a killed `create` left is not)."""
-        return cls(Path(path), schema.create(Path(path)))
-
-    @classmethod
-    def open(cls, path: str | Path) -> Self:
-        """A store that is there, brought up to date if an older release wrote it; a newer one's is refused."""
-        return cls(Path(path), schema.open_(Path(path)))
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def check_writable(self) -> None:
-        """Raises DataError if the file may be read alone."""
-        with self._write():
-            self._db.execute("UPDATE leases SET until = until WHERE 0")
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Several calls as one transaction, all or none: adding thousands of prompts one by one waits for the disk
-        thousands of times. Other writers wait meanwhile, so keep it to a few hundred prompts; they are let in after it,
-        or one batch after another would keep them out."""
-        with self._lock:
-            is_part, began = self._db.in_transaction, time.monotonic()
-            with self._write():
-                yield
-        if not is_part:
-            time.sleep(min((time.monotonic() - began) / 3, PAUSE))
 
     # -- what is to be rated ----------------------------------------------------------------------------------
 
@@ -100,19 +44,7 @@ class Store:
         gold = None if gold_ranks is None else checks.gold(gold_ranks)
         own = None if meta is None else checks.as_json(dict(meta))
         with self._write():
-            digest = checks.digest(prompt_key(prompt))
-            self._db.execute(
-                "INSERT OR IGNORE INTO prompts (digest, messages) VALUES (?, ?)",
-                (digest, json.dumps(prompt, ensure_ascii=False)),
-            )
-            [prompt_id] = self._db.execute("SELECT id FROM prompts WHERE digest = ?", (digest,)).fetchone()
-            if gold is not None or own is not None or overlap:
-                self._db.execute(
-                    "UPDATE prompts SET gold = coalesce(?, gold), meta = coalesce(?, meta), overlap = max(?, overlap)"
-                    " WHERE id = ?",
-                    (gold, own, int(overlap), prompt_id),
-                )
-            return int(prompt_id)
+            return writing.prompt(self._db, prompt, gold, overlap, own)
 
     def add_answers(self, prompt_id: int, answers: Sequence[Answer]) -> list[int]:
         """Their ids, in order; all or none are added.
@@ -122,28 +54,7 @@ class Store:
         """
         with self._write():
             self._prompt(prompt_id)
-            for round_ in sorted({answer.round for answer in answers}):
-                if not checks.is_whole(round_):
-                    raise DataError(f"round is {round_!r}; rounds are whole numbers from 1")
-                acted = "SELECT 1 FROM acts WHERE prompt_id = ? AND round = ? AND undone_at IS NULL LIMIT 1"
-                if self._db.execute(acted, (prompt_id, round_)).fetchone():
-                    raise DataError(f"prompt {prompt_id} was rated in round {round_}; give new answers a new round")
-            return [self._add_answer(prompt_id, answer) for answer in answers]
-
-    def _add_answer(self, prompt_id: int, answer: Answer) -> int:
-        text = checks.text(answer.text, "an answer")
-        values = (prompt_id, answer.round, checks.digest(text.strip()), text, answer.model, answer.temperature)
-        try:
-            added = self._db.execute(
-                "INSERT INTO answers (prompt_id, round, digest, text, model, temperature) VALUES (?, ?, ?, ?, ?, ?)",
-                values,
-            )
-        except sqlite3.IntegrityError:
-            found = f"{text.strip()[:40]!r} is there already"
-            raise DataError(
-                f"prompt {prompt_id}, round {answer.round}: the answer {found}; give different ones"
-            ) from None
-        return int(added.lastrowid or 0)
+            return writing.answers(self._db, prompt_id, answers)
 
     def answers(self, prompt_id: int, round: int | None = None) -> list[StoredAnswer]:
         """A prompt's answers with all that is known of them, of one round or of all, in the order of their ids."""
@@ -160,16 +71,7 @@ class Store:
         """
         name = checks.rater(name, kind)
         with self._write():
-            self._db.execute("INSERT OR IGNORE INTO raters (name, kind) VALUES (?, ?)", (name, kind))
-            rater_id, known = self._db.execute("SELECT id, kind FROM raters WHERE name = ?", (name,)).fetchone()
-            if known != kind:
-                raise DataError(f"rater {name!r} is there as {known}, not as {kind}; give another name")
-            if token is not None:
-                try:
-                    self._db.execute("UPDATE raters SET token_hash = ? WHERE id = ?", (checks.digest(token), rater_id))
-                except sqlite3.IntegrityError:
-                    raise DataError(f"rater {name!r}: another rater has this token; give each their own") from None
-            return int(rater_id)
+            return writing.rater(self._db, name, kind, token)
 
     def rater_of_token(self, token: str) -> Rater | None:
         """Whose token it is."""
@@ -277,11 +179,8 @@ class Store:
     ) -> int:
         request, seconds = checks.request(request_id), checks.time_spent(seconds)
         with self._write():
-            query = "SELECT id, kind, prompt_id, rater_id FROM acts WHERE request_id = ?"
-            if (found := self._db.execute(query, (request,)).fetchone()) is not None:
-                if found[1:] != (kind, prompt_id, rater_id):
-                    raise DataError(f"request_id {request}: another act has it; make a new one for each")
-                return int(found[0])
+            if (known := writing.repeated(self._db, request, kind, prompt_id, rater_id)) is not None:
+                return known
             self._rater(rater_id)
             newest = self._prompt(prompt_id)
             if ranked is not None:
@@ -290,23 +189,8 @@ class Store:
                 round = newest
             elif not checks.is_whole(round) or round > newest:
                 raise DataError(f"prompt {prompt_id}: no round {round!r:.40}; the newest is {newest}")
-            values = {
-                "request_id": request,
-                "kind": kind,
-                "prompt_id": prompt_id,
-                "round": round,
-                "rater_id": rater_id,
-                "seconds": seconds,
-                "created_at": _now(),
-            } | said
-            before = "prompt_id = ? AND round = ? AND rater_id = ? AND undone_at IS NULL"
-            self._db.execute(f"UPDATE acts SET undone_at = ? WHERE {before}", (_now(), prompt_id, round, rater_id))
-            added = self._db.execute(
-                f"INSERT INTO acts ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})",
-                tuple(values.values()),
-            )
-            self._db.execute("DELETE FROM leases WHERE rater_id = ? AND prompt_id = ?", (rater_id, prompt_id))
-            return int(added.lastrowid or 0)
+            of = {"request_id": request, "kind": kind, "prompt_id": prompt_id, "round": round, "rater_id": rater_id}
+            return writing.act(self._db, of | {"seconds": seconds}, said)
 
     def has_act(self, request_id: str) -> bool:
         """Whether a ranking, skip or flag with this id has been stored, be it taken back since or not."""
@@ -342,7 +226,7 @@ class Store:
             elif last is None:
                 key = None
             else:
-                self._db.execute("UPDATE acts SET undone_at = ? WHERE id = ?", (_now(), last[0]))
+                writing.undone(self._db, last[0])
                 key = (last[1], last[2])
                 assign.lease(self._db, rater_id, key[0])
             return None if key is None else assign.task(self._db, rater_id, key)
@@ -391,52 +275,3 @@ class Store:
         if found is None:
             raise DataError(f"{self.path}: no rater {rater_id!r:.40}")
         return Rater(*found)
-
-    @contextmanager
-    def _read(self) -> Iterator[None]:
-        with self._lock, self._told():
-            yield
-
-    @contextmanager
-    def _write(self) -> Iterator[None]:
-        """A transaction, or within one a part of it that fails alone."""
-        with self._lock, self._told():
-            begin, commit, back = (
-                ("SAVEPOINT part", "RELEASE part", "ROLLBACK TO part")
-                if self._db.in_transaction
-                else ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK")
-            )
-            self._db.execute(begin)
-            try:
-                # SQLite would write on into a file that nobody finds again. Not before: waiting may have been long.
-                if schema.identity(self._file) != self._identity:
-                    raise sqlite3.OperationalError("the file was moved, replaced or deleted while it was open")
-                yield
-                self._db.execute(commit)
-            except BaseException:
-                if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
-                    self._db.execute(back)
-                raise
-
-    @contextmanager
-    def _snapshot(self) -> Iterator[sqlite3.Connection]:
-        """A connection of its own that sees the store as it is now."""
-        with self._told():
-            db = schema.open_(self.path, write=False)
-            try:
-                db.execute("BEGIN")
-                yield db
-            finally:
-                db.close()
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """SQLite's errors as ours."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise DataError(f"{self.path}: {first_line(error)}") from error
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

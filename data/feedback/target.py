@@ -1,5 +1,6 @@
 """Whether people have rated enough to go on, and whether they have done so elsewhere."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,5 +55,5 @@ def missing(found: Rated, target: int, store: Path) -> str:
     people, option = ("a person", "") if target == 1 else (f"{target} people", f" --target {target}")
     return (
         f"{which}{found.num} of {found.num_prompts} prompts are rated by {people}{before}: "
-        f"`rlhf rank {store}{option}`, then run again"
+        f"`rlhf rank {shlex.quote(str(store))}{option}`, then run again"
     )

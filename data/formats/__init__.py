@@ -8,14 +8,22 @@ that does not decide, the row is refused until the source says `format: name`. T
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf.data.columns import columns_found
-from rlhf.data.examples import Demonstration, Prompt, Ranking, by_score, mean
-from rlhf.data.messages import Messages, Unusable, prompt_key, prompt_text, with_tools
+from rlhf.data.examples import Demonstration, Prompt, Ranking, asked, by_score, mean
+from rlhf.data.messages import (
+    Messages,
+    Unusable,
+    no_system_message,
+    prompt_key,
+    prompt_text,
+    system_column,
+    with_tools,
+)
 
 Example = Ranking | Demonstration | Prompt | Messages
 MOST_ANSWERS = 1000
@@ -126,8 +134,13 @@ def by_mean(ratings: list[tuple[int, Rating]]) -> Ranking:
         answers.setdefault(rating.response.strip(), (rating.response, []))[1].append(rating.score)
     responses = [response for response, _ in answers.values()]
     means = [mean(scores, "score") for _, scores in answers.values()]
-    first = ratings[0][1]
-    return by_score(first.prompt, responses, means, first.source)
+    source = common([rating.source for _, rating in ratings])
+    return by_score(ratings[0][1].prompt, responses, means, source)
+
+
+def common(sources: Sequence[Any]) -> Any:
+    """The source that all answers to a prompt name; none where each has its own, such as the model it is from."""
+    return sources[0] if all(source == sources[0] for source in sources) else ""
 
 
 def ranked_together(
@@ -135,22 +148,23 @@ def ranked_together(
 ) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:
     """Rankings of rows that each hold one answer: `rank` makes one of all that are of the same prompt.
 
-    Offered tools are told in the prompt (`told_of_tools`), so that answers with others are of another prompt.
+    System message and tools of a row belong to the prompt (`asked`): answers with others are of another prompt.
     """
     groups: dict[str, list[tuple[int, A]]] = {}
     for number, row in rows:
         try:
             answer = read(row)
-            key = prompt_key(with_tools(answer.prompt, row.get("tools")))
+            key = prompt_key(asked(answer.prompt, row))
         except Unusable as unusable:
             yield (number,), unusable
         else:
             groups.setdefault(key, []).append((number, answer))
+    lonely = _why_alone(groups, dict(rows)) if any(len(group) == 1 for group in groups.values()) else {}
     for group in groups.values():
         numbers = tuple(number for number, _ in group)
         try:
             if len(group) == 1:
-                raise Unusable("fewer than two answers", ": no other usable row has its prompt")
+                raise lonely[numbers[0]]
             ranking = rank(group)
             if len(ranking.responses) > MOST_ANSWERS:
                 raise Unusable(
@@ -161,3 +175,28 @@ def ranked_together(
             yield numbers, ranking
         except Unusable as unusable:
             yield numbers, unusable
+
+
+def _why_alone(groups: dict[str, list[tuple[int, A]]], row_of: dict[int, dict[str, Any]]) -> dict[int, Unusable]:
+    """By its row, why the only answer to a prompt is of no use.
+
+    Where others have the prompt under other system messages, these may be none: names of the models that answered.
+    """
+    lonely: dict[int, str] = {}
+    first: dict[str, list[int]] = {}  # rows of each group, by the prompt without the column of a system message
+    for group in groups.values():
+        number, answer = group[0]
+        key = prompt_key(with_tools(answer.prompt, row_of[number].get("tools")))
+        first.setdefault(key, []).append(number)
+        if len(group) == 1:
+            lonely[number] = key
+    why: dict[int, Unusable] = {}
+    for number, key in lonely.items():
+        other = next((row for row in first[key] if row != number), None)
+        column = None if other is None else system_column(row_of[number]) or system_column(row_of[other])
+        if column is None:
+            why[number] = Unusable("fewer than two answers", ": no other usable row has its prompt")
+        else:
+            found = f": row {other} has its prompt under another one; if {column!r} names the model that answered, "
+            why[number] = Unusable("fewer than two answers under one system message", found + no_system_message(column))
+    return why

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.data.examples import UNJUDGED, Prompt, Ranking, by_score, by_votes, number
 from rlhf.data.formats import Format, Numbered, by_key
-from rlhf.data.messages import Messages, Unusable, as_question, as_response
+from rlhf.data.messages import SYSTEM, Messages, Unusable, as_question, as_response
 
 _OUTPUTS = ("output_1", "output_2")
 _VOTES: dict[float, int | None] = {1: 0, 2: 1, 1.5: None}
@@ -17,8 +17,7 @@ _VOTES: dict[float, int | None] = {1: 0, 2: 1, 1.5: None}
 
 def instructed(row: dict[str, Any]) -> Messages:
     """The instruction and, in the line after it, what it is to be applied to."""
-    given = row.get("input")
-    return as_question({"instruction": row["instruction"], "input": given if given == given else None})  # NaN: pandas
+    return as_question({"instruction": row["instruction"], "input": row.get("input")})
 
 
 def _read_all(rows: list[Numbered]) -> Iterator[tuple[int | tuple[int, ...], Any]]:
@@ -42,9 +41,8 @@ def _read_all(rows: list[Numbered]) -> Iterator[tuple[int | tuple[int, ...], Any
 
 
 def _pair(row: dict[str, Any]) -> tuple[str, ...]:
-    return *(repr(row.get(name)) for name in ("instruction", "input", "tools")), *sorted(
-        repr(row[name]) for name in _OUTPUTS
-    )
+    asked = (repr(row.get(name)) for name in ("instruction", "input", "tools", *SYSTEM))
+    return *asked, *sorted(repr(row[name]) for name in _OUTPUTS)
 
 
 def _preference(value: Any) -> float:

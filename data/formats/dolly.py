@@ -12,7 +12,7 @@ from rlhf.data.messages import as_question, as_response
 
 def _read(row: dict[str, Any]) -> Demonstration:
     question = {name: row.get(name) for name in ("instruction", "context")}
-    prompt = as_question(question, row.get("system"))
+    prompt = as_question(question)
     return Demonstration(prompt, as_response(row["response"], "response", prompt))
 
 

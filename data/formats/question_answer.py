@@ -10,7 +10,7 @@ from rlhf.data.messages import as_question, as_response
 
 def _reader(question: str, answer: str) -> Callable[[dict[str, Any]], Demonstration]:
     def read(row: dict[str, Any]) -> Demonstration:
-        prompt = as_question({question: row[question]}, row.get("system_prompt"))
+        prompt = as_question({question: row[question]})
         return Demonstration(prompt, as_response(row[answer], answer, prompt))
 
     return read

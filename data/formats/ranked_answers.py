@@ -1,10 +1,11 @@
 """A table of one answer a row: a prompt, an answer, and its `rank` or `score`; the rows of one prompt are a ranking.
 
-They need not lie together; answers that stand beside another system message or other tools are to another prompt, and
-so many to one prompt that something else must tell them apart (MOST_ANSWERS) are refused. The columns may be called as
-in a ranking spreadsheet (`question`, `answer`, `rating` …). Rank 1 is best; of scores higher is better, an answer that
-was scored twice has the mean, and beside ranks scores are strengths, if all are numbers. As demonstrations such rows
-are all learned from, whatever stands beside them, which is warned of.
+They need not lie together; answers that stand beside another system message or other tools are to another prompt (a
+`system` column that names the model of each answer leaves it alone: refused with the cure), and so many to one prompt
+that something else must tell them apart (MOST_ANSWERS) are refused. The columns may be called as in a ranking
+spreadsheet (`question`, `answer`, `rating` …). Rank 1 is best; of scores higher is better, an answer that was scored
+twice has the mean, and beside ranks scores are strengths, if all are numbers. As demonstrations such rows are all
+learned from, whatever stands beside them, which is warned of.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rlhf.data.examples import Prompt, Ranking, mean, number, ranked
-from rlhf.data.formats import Format, Numbered, Rating, by_mean, ranked_together
-from rlhf.data.formats.ranked_columns import ANSWERS, PROMPTS, RANKS, SCORES, is_empty, question, strength
-from rlhf.data.messages import Messages, Unusable, as_response
+from rlhf.data.formats import Format, Numbered, Rating, by_mean, common, ranked_together
+from rlhf.data.formats.ranked_columns import ANSWERS, PROMPTS, RANKS, SCORES, question, strength
+from rlhf.data.messages import Messages, Unusable, as_response, is_empty
 
 _OWN = ("response", "completion")  # come before other names of an answer, as in demonstrations
 
@@ -99,7 +100,7 @@ def _by_rank(answers: list[tuple[int, _Ranked]]) -> Ranking:
     strengths = [_mean([answer.strength for _, answer in same]) for same in by_text.values()]
     return ranked(
         kept[0].prompt, [answer.response for answer in kept], [answer.rank for answer in kept],
-        None if None in strengths else strengths, kept[0].source,
+        None if None in strengths else strengths, common([answer.source for _, answer in answers]),
     )  # fmt: skip
 
 

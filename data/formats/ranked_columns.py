@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from rlhf.data.columns import plain
 from rlhf.data.examples import Ranking, by_score, number, ranked
 from rlhf.data.formats import Format
-from rlhf.data.messages import Messages, Unusable, as_prompt, as_question, as_response, with_system
+from rlhf.data.messages import Messages, Unusable, as_prompt, as_question, as_response, is_empty
 
 PROMPTS = ("prompt", "question", "instruction", "query")
 ANSWERS = ("answer", "response", "completion", "output", "candidate")
 RANKS, SCORES = ("rank", "ranking"), ("score", "rating")
-_SYSTEM = ("system", "system_prompt")
 _NUMBERED = re.compile(r"([a-z]+?)(?:s?[ _.-]?(\d+)|s?[ _.-]([a-z]))")
 
 
@@ -63,17 +62,14 @@ def _read(row: dict[str, Any]) -> list[Ranking | Unusable]:
 
 
 def question(row: dict[str, Any], name: str) -> Messages:
-    """The prompt of a row whose column of this name holds it, after the system message and the earlier rounds.
+    """The prompt of a row whose column of this name holds it, after the earlier rounds.
 
     These are read as formats of demonstrations read them, of which such a table has the columns.
     """
-    system = next((row[one] for one in _SYSTEM if not is_empty(row.get(one))), None)
     if name == "prompt":
-        return with_system(as_prompt(row[name]), system)
+        return as_prompt(row[name])
     history = row.get("history")
-    return as_question(
-        {name: row[name], "input": row.get("input")}, system, history if isinstance(history, list) else None
-    )
+    return as_question({name: row[name], "input": row.get("input")}, history if isinstance(history, list) else None)
 
 
 def strength(value: Any) -> float | None:
@@ -82,11 +78,6 @@ def strength(value: Any) -> float | None:
         return number(value, "score")
     except Unusable:
         return None
-
-
-def is_empty(value: Any) -> bool:
-    """Nothing, blanks, or the NaN that pandas writes into an empty cell."""
-    return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
 @lru_cache(maxsize=1024)  # rows of one source mostly have the same columns

@@ -1,14 +1,13 @@
 """ShareGPT conversations with a better and a worse answer (LLaMA-Factory's DPO demos, MedicalGPT).
 
-The conversation is the prompt; each answer is text, or one turn of it. A `system` column stands before a conversation
-that brings no system turn of its own.
+The conversation is the prompt; each answer is text, or one turn of it.
 """
 
 from typing import Any
 
 from rlhf.data.examples import Ranking, ranked
 from rlhf.data.formats import Format
-from rlhf.data.messages import as_messages, as_response, awaiting_answer, with_system
+from rlhf.data.messages import as_messages, as_response, awaiting_answer
 
 
 def _read(row: dict[str, Any]) -> Ranking:
@@ -17,7 +16,7 @@ def _read(row: dict[str, Any]) -> Ranking:
     for name in ("chosen", "rejected"):
         turn = row[name]
         responses.append(as_response([turn] if isinstance(turn, dict) else turn, name, talk))
-    return ranked(with_system(talk, row.get("system")), responses, [1, 2], source=row.get("source", ""))
+    return ranked(talk, responses, [1, 2], source=row.get("source", ""))
 
 
 FORMATS = (Format("sharegpt_rankings", "preferences", ("conversations", "chosen", "rejected"), _read),)

@@ -1,6 +1,7 @@
 """Files of rows, and a tiny byte-level BPE tokenizer, trained in memory."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,35 @@ def write(tmp_path: Path) -> Callable[..., Source]:
         return Source(path=str(file), **settings)
 
     return write
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the working directory, as a user would have it."""
+    name = f"made_rows_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(
+        "def rows(count, start=0):\n    return ({'text': str(start + n)} for n in range(count))\nfew = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return name
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A data set with two splits, as `datasets` writes it."""
+    import datasets
+
+    splits = {name: datasets.Dataset.from_list([{"text": f"{name} {n}"} for n in (1, 2)]) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    """An empty feedback store."""
+    from rlhf.data.feedback.store import Store
+
+    with Store.create(tmp_path / "f.sqlite") as store:
+        yield store

@@ -24,6 +24,12 @@ def rank(store: Store, prompt: int, rater: int, ids: Iterable[int], ranks: Itera
     return store.rank(new(), prompt, rater, dict(zip(ids, ranks, strict=True)), **more)
 
 
+def one(store: Store, prompt: str) -> tuple[int, int, list[int]]:
+    """A prompt with two answers, and who shall rate it: prompt, rater and answers by their ids."""
+    id_, ids = asked(store, prompt, "a", "b")
+    return id_, store.add_rater("anna"), ids
+
+
 def vote(name: str, *ranks: int, kind: str = "person", **more: Any) -> Vote:
     """What a rater said, without a store."""
     return Vote(Rater(sum(map(ord, name)), name, kind), list(ranks), **more)

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf.data.check import check
+from rlhf.data.report import Report
 from rlhf.data.rows import Loaded, load
 from rlhf.data.sources import Source
 
@@ -25,12 +26,30 @@ def dropped(loaded: Loaded[Any]) -> dict[str, list[int]]:
     return {reason: drop.rows for reason, drop in report.dropped.items()}
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def counts(report: Report) -> dict[str, tuple[int, list[int]]]:
+    """How many rows each reason cost, and the numbers of the first."""
+    return {reason: (drop.count, drop.rows) for reason, drop in report.dropped.items()}
 
 
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}
+
+
+def tool(content: str) -> dict[str, str]:
+    return {"role": "tool", "content": content}
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    """ShareGPT turns from `human: Hi`."""
+    return [dict(zip(("from", "value"), turn.split(": ", 1), strict=True)) for turn in turns]
 
 
 def ranks(source: Source) -> list[list[float]]:
@@ -51,3 +70,14 @@ def found(source: Source, kind: str = "preferences") -> tuple[Any, ...]:
         dropped,
         *(told[n] for n in ("pairs", "ties", "prompts")),
     )
+
+
+def table(folder: Path, text: str, encoding: str = "utf-8", **settings: Any) -> Source:
+    """A CSV file; keyword arguments are further fields of the source."""
+    (folder / "long.csv").write_bytes(text.encode(encoding))
+    return Source(path=str(folder / "long.csv"), **settings)
+
+
+def answers(*values: Any, name: str = "rank", prompt: str = "Q") -> list[dict[str, Any]]:
+    """Rows of one answer each: a, b, c and d with these ranks, or whatever `name` is."""
+    return [{"prompt": prompt, "response": text, name: value} for text, value in zip("abcd", values, strict=False)]

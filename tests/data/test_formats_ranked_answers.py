@@ -4,26 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from formats_world import dropped, found, read, user
+from formats_world import answers, dropped, found, read, table, user
 
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Ranking
-from rlhf.data.formats import MOST_ANSWERS
 from rlhf.data.recognise import recognise
 from rlhf.data.rows import load, read_rankings
 from rlhf.data.sources import Source
 
 Q = [user("Q")]
 R = [user("R")]
-
-
-def table(folder: Path, text: str, encoding: str = "utf-8", **settings: Any) -> Source:
-    (folder / "long.csv").write_bytes(text.encode(encoding))
-    return Source(path=str(folder / "long.csv"), **settings)
-
-
-def answers(*values: Any, name: str = "rank", prompt: str = "Q") -> list[dict[str, Any]]:
-    return [{"prompt": prompt, "response": text, name: value} for text, value in zip("abcd", values, strict=False)]
 
 
 def test_rows_of_one_prompt_are_one_ranking_wherever_they_lie(tmp_path: Path) -> None:
@@ -194,59 +184,6 @@ def test_their_prompts_are_prompts(tmp_path: Path) -> None:
         assert [prompt.messages for prompt in load(source, "prompts").rows] == [Q]
 
 
-def told(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
-
-
-@pytest.mark.parametrize("name", ["rank", "score", "helpfulness"])
-def test_answers_that_were_offered_different_tools_are_of_different_prompts(name: str) -> None:
-    rows = [row | {"tools": [{"name": f"t{n % 2}"}]} for n, row in enumerate(answers(1, 2, 3, 4, name=name))]
-    loaded = read(*rows)
-    assert [ranking.responses for ranking in loaded.rows] == [["a", "c"], ["b", "d"]]
-    assert [ranking.prompt for ranking in loaded.rows] == [[told(f'Tools:\n{{"name": "t{n}"}}'), *Q] for n in range(2)]
-    assert list(dropped(read(*rows[:2]))) == ["fewer than two answers"]
-    assert dropped(read(*answers(1, 2, name=name), rows[2] | {"tools": "[{"})) == {"tools is broken JSON": [3]}
-
-
-@pytest.mark.parametrize(
-    ("row", "name", "first"),
-    [
-        ({"prompt": "Q"}, "system", "system"),
-        ({"question": "Q"}, "system", "system"),
-        ({"question": "Q"}, "system_prompt", "system"),
-        ({"instruction": "Q"}, "history", "user"),
-    ],
-)
-def test_what_stands_before_the_question_tells_prompts_apart(row: dict[str, Any], name: str, first: str) -> None:
-    said = [[["s0", "A"]], [["s1", "A"]]] if name == "history" else ["s0", "s1"]
-    rows = [row | {"response": "abcd"[n], "rank": n, name: said[n % 2]} for n in range(4)]
-    loaded = read(*rows)
-    assert [ranking.responses for ranking in loaded.rows] == [["a", "c"], ["b", "d"]]
-    assert [ranking.prompt[0] for ranking in loaded.rows] == [{"role": first, "content": f"s{n}"} for n in range(2)]
-    assert all(ranking.prompt[-1:] == Q for ranking in loaded.rows)
-
-
-def test_so_many_answers_to_one_prompt_are_refused_and_the_prompt_is_named(tmp_path: Path) -> None:
-    def rows(num: int) -> str:
-        return "instruction,text,output,score\n" + "".join(f"Sum up,doc {n // 2},answer {n},{n}\n" for n in range(num))
-
-    assert len(read_rankings(table(tmp_path, rows(MOST_ANSWERS))).rows[0].ranks) == MOST_ANSWERS
-    many = table(tmp_path, rows(MOST_ANSWERS + 2))
-    why = (
-        r"row 1: more than 1000 answers to one prompt: 1002 to 'Sum up'; does another column tell the prompts apart\? "
-        r"map: \{prompt: YOURS\}"
-    )
-    with pytest.raises(DataError, match=why):
-        read_rankings(many)
-    mapped = table(tmp_path, rows(MOST_ANSWERS + 2), map={"prompt": "text", "response": "output"})
-    assert len(read_rankings(mapped).rows) == MOST_ANSWERS // 2 + 1
-
-
-def test_many_verdicts_on_few_answers_are_not_many_answers() -> None:
-    loaded = read(*answers(1, 2, name="score") * (MOST_ANSWERS // 2 + 1))
-    assert [ranking.ranks for ranking in loaded.rows] == [[2, 1]]
-
-
 def test_scores_whose_mean_is_no_number_cost_their_prompt() -> None:
     huge = [*answers(1e308, 1, name="score"), *answers(1e308, name="score")]
     assert dropped(read(*huge)) == {"a score is not a finite number": [1, 2, 3]}
@@ -262,9 +199,27 @@ def test_beside_ranks_and_scores_a_label_does_not_matter(name: str) -> None:
     assert dropped(loaded) == {}
 
 
-def test_an_answer_without_the_column_of_its_rank_is_named(tmp_path: Path) -> None:
-    loaded = read(*answers(1, 2), {"prompt": "Q", "response": "c"})
-    assert loaded.rows == [Ranking(Q, ["a", "b"], [1, 2])]
-    assert loaded.report.first_bad() == (3, "an answer without its rank or score: its row has no such column")
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("names", [("prompt", "response"), ("question", "answer"), ("prompt", "completion")])
+def test_an_answer_without_the_column_of_its_rank_is_named_wherever_it_stands(
+    tmp_path: Path, place: int, names: tuple[str, str]
+) -> None:
+    rows: list[dict[str, Any]] = [dict(zip(names, ("Q", text), strict=True)) for text in "abc"]
+    for rank, row in enumerate(row for row in rows if row is not rows[place]):
+        row["rank"] = rank
+    loaded = read(*rows)
+    assert [ranking.ranks for ranking in loaded.rows] == [[0, 1]]
+    why = f"an answer without its rank or score (columns found: {', '.join(names)})"
+    assert loaded.report.first_bad() == (place + 1, why)
     pair = {"prompt": "Q", "chosen": "x", "rejected": "y", "response": "z"}
     assert len(read(*answers(1, 2), pair).rows) == 2
+
+
+def test_answers_of_which_none_has_a_rank_are_told_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read_rankings(table(tmp_path, "prompt,response\nQ,a\nQ,b\n"))
+    assert str(caught.value).partition("long.csv ")[2] == (
+        "row 1: an answer without its rank or score (columns found: prompt, response); preferences need prompt, chosen "
+        "and rejected, or prompt, responses and ranks, or of one answer a row prompt, response and rank (or score); "
+        "name yours with map: {prompt: YOURS}. Nothing usable is left: kept 0 of 2 rows"
+    )

@@ -87,8 +87,9 @@ def test_kto_demo() -> None:
 
 
 FIRST = [1, 2, 3, 4, 5]
-NO_TEXT, NO_PROMPT, NO_RESPONSE = (
-    {reason: (19, FIRST)} for reason in ("no column 'text'", "no prompt", "empty response")
+NO_TEXT, NO_PROMPT, NO_RESPONSE, NO_RANK = (
+    {reason: (19, FIRST)}
+    for reason in ("no column 'text'", "no prompt", "empty response", "an answer without its rank or score")
 )
 WITHOUT = {"chosen is text without a prompt": (19, FIRST)}
 STEPS = {"labels on the steps of one answer, with none to compare": (19, FIRST)}
@@ -101,14 +102,14 @@ UNPAIRED = {LONE: (19, FIRST)}
     [
         ("standard_language_modeling", ({}, NO_PROMPT, NO_PROMPT, NO_PROMPT)),
         ("standard_prompt_only", (NO_TEXT, NO_RESPONSE, NO_RESPONSE, {})),
-        ("standard_prompt_completion", (NO_TEXT, {}, NO_RESPONSE, {})),
+        ("standard_prompt_completion", (NO_TEXT, {}, NO_RANK, {})),
         ("standard_preference", (NO_TEXT, NO_RESPONSE, {}, {})),
         ("standard_implicit_prompt_preference", (NO_TEXT, NO_PROMPT, WITHOUT, WITHOUT)),
         ("standard_unpaired_preference", (NO_TEXT, {BAD: (9, [2, 3, 6, 8, 11])}, UNPAIRED, {})),
         ("standard_stepwise_supervision", (NO_TEXT, NO_RESPONSE, STEPS, {})),
         ("conversational_language_modeling", (NO_TEXT, {}, NO_PROMPT, {})),
         ("conversational_prompt_only", (NO_TEXT, NO_RESPONSE, NO_RESPONSE, {})),
-        ("conversational_prompt_completion", (NO_TEXT, {}, NO_RESPONSE, {})),
+        ("conversational_prompt_completion", (NO_TEXT, {}, NO_RANK, {})),
         ("conversational_preference", (NO_TEXT, NO_RESPONSE, {}, {})),
         ("conversational_implicit_prompt_preference", (NO_TEXT, NO_PROMPT, {}, {})),
         ("conversational_unpaired_preference", (NO_TEXT, {BAD: (6, [4, 8, 10, 12, 14])}, UNPAIRED, {})),
