@@ -18,6 +18,8 @@ from transformers import AttentionInterface
 
 NAME = "rlhf_slots"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+FEWEST_ROWS = 8
+"""Of a step on a GPU: fewer are not faster, and code that is compiled for one row is good for no other."""
 
 
 class Slots:

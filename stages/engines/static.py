@@ -7,7 +7,6 @@ never waits for it.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,19 +14,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from rlhf.data.collate import pad_right, response_mask
+from rlhf.data.collate import response_mask
 from rlhf.stages.engines import Responses, no_responses
 from rlhf.stages.engines.graphs import Graphs
+from rlhf.stages.engines.prefill import Prefill
 from rlhf.stages.engines.sampling import draw, shaped
-from rlhf.stages.engines.slots import HAS_TRITON, Slots, working_on
+from rlhf.stages.engines.slots import FEWEST_ROWS, HAS_TRITON, Slots, working_on
 from rlhf.stages.engines.twin import Twin
 from rlhf.stages.models import LOGITS_AT_ONCE
 from rlhf.stages.packing import sent
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "rlhf_decoder"})
 """Model types whose sampling is tested against their own forward pass."""
-PREFILL_TOKENS = 2**15  # that one forward pass reads, which bounds its activations
-_FEWEST = 8  # rows of a step on a GPU: fewer are not faster, and code that is compiled for one row is good for no other
+_MEANWHILE = 16  # steps that a GPU makes while something is recorded: 10 ms and more
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All but cuDNN's, which takes some 60 ms to plan for every new shape."""
 
@@ -67,7 +66,7 @@ class StaticEngine:
             return no_responses(self.device)
         num_slots = min(self.batch_size or len(prompts), len(prompts))
         slots = Slots(
-            max(num_slots, _FEWEST) if self.device.type == "cuda" else num_slots,
+            max(num_slots, FEWEST_ROWS) if self.device.type == "cuda" else num_slots,
             max(map(len, prompts)) + max_new_tokens,
             self.device,
         )
@@ -116,13 +115,12 @@ def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> 
     logprobs = writing.logprobs.new_empty(len(prompts), limit)
     owners = [waiting.pop() for _ in range(num_slots)]  # prompt of each slot; those beyond the list are free
     writing.begin(list(range(num_slots)), [prompts[i] for i in owners])
-    begun, step = [0] * num_slots, 0
+    begun = [0] * num_slots  # steps that had been made when a row began
     looks: deque[_Look] = deque()
     while owners:
-        rounds = min(writing.rounds, limit - 1 - step + max(begun))
+        rounds = min(writing.rounds, limit - 1 - writing.num_steps + max(begun))
         for _ in range(rounds):
             writing.step(len(owners))
-        step += rounds
         if rounds or not looks:
             looks.append(writing.look())
         if rounds and len(looks) <= writing.lag:
@@ -133,18 +131,22 @@ def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> 
             continue
         if not waiting and not writing.shrinks(len(owners), len(ended)):
             continue
+        if len(ended) < len(waiting):
+            ended = ended[: writing.refilled_at_once(len(ended))]  # the others, with what has ended by the next look
         rows, places = sent(tokens.device, torch.tensor(ended), torch.tensor([owners[slot] for slot in ended]))
         tokens[places], logprobs[places] = writing.tokens[rows, :limit], writing.logprobs[rows, :limit]
         refilled = ended[: len(waiting)]
         for slot in refilled:
-            owners[slot], begun[slot] = waiting.pop(), step
+            owners[slot] = waiting.pop()
         if refilled:
             writing.begin(refilled, [prompts[owners[slot]] for slot in refilled])
+        for slot in refilled:
+            begun[slot] = writing.num_steps
         freed = set(ended[len(refilled) :])
         holes = sorted(slot for slot in freed if slot < len(owners) - len(freed))
         movers = [slot for slot in range(len(owners) - len(freed), len(owners)) if slot not in freed]
         if movers:
-            longest = max(len(prompts[owners[slot]]) + step - begun[slot] for slot in movers)
+            longest = max(len(prompts[owners[slot]]) + writing.num_steps - begun[slot] for slot in movers)
             writing.move(movers, holes, longest)
         for mover, hole in zip(movers, holes, strict=True):
             owners[hole], begun[hole] = owners[mover], begun[mover]
@@ -180,19 +182,20 @@ class _Writing:
         self.in_kernels = graphs is not None and HAS_TRITON
         self.seed = torch.randint(2**31, (1,), device=device) if self.in_kernels else torch.zeros_like(self.made[:1])
         self.graphs = graphs
-        self.recorded: dict[int, torch.cuda.CUDAGraph] = {}
+        self.recorded: dict[int, torch.cuda.CUDAGraph] = {}  # steps, by their number of rows
+        self.newest: torch.cuda.CUDAGraph | None = None
+        self.num_steps = 0
+        self.prefill = Prefill(twin, slots, graphs, pad_token_id)
         # Steps between two looks at what is done, and how many looks it takes until one is acted on.
-        self.rounds, self.lag = (1, 0) if graphs is None else (8, 1)
+        self.rounds, self.lag = (1, 0) if graphs is None else (2, 1)
 
     def begin(self, slots: list[int], prompts: list[list[int]]) -> None:
         """Read prompts, each into its slot, and draw the first token of each. Equal prompts are read once."""
         first: dict[tuple[int, ...], int] = {}
         sources = [first.setdefault(tuple(prompt), slot) for slot, prompt in zip(slots, prompts, strict=True)]
         number = {slot: i for i, slot in enumerate(first.values())}
-        states = torch.cat(
-            [self._read([first[prompt] for prompt in some], [list(prompt) for prompt in some])
-             for some in self._batches(list(first))]
-        )  # fmt: skip
+        go_on = self._go_on if self.num_steps else None
+        states = self.prefill.read(list(first.values()), [list(prompt) for prompt in first], go_on)
         copied = [(source, slot) for source, slot in zip(sources, slots, strict=True) if source != slot]
         if copied:
             self.slots.copy(*self._index(copied), num_tokens=max(map(len, prompts)))
@@ -205,14 +208,17 @@ class _Writing:
 
     def step(self, num: int) -> None:
         """One more token in each of the first `num` slots."""
+        self.num_steps += 1
         if self.graphs is None:
             self.slots.next_step(longest=int(self.slots.lengths[:num].amax()) + 1)
             self._step(num)
             return
         num = _rows_of_graph(num, self.slots.shape[0])
         if num not in self.recorded:
+            self._go_on()
             self.recorded[num] = self._capture(self.graphs, num)
-        self.recorded[num].replay()
+        self.newest = self.recorded[num]
+        self.newest.replay()
 
     def look(self) -> _Look:
         """At what is done after the steps so far."""
@@ -236,24 +242,16 @@ class _Writing:
             return True
         return _rows_of_graph(num - num_ended, num) < _rows_of_graph(num, num)
 
-    def _batches(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """Prompts that are read at a time."""
-        size = max(PREFILL_TOKENS // max(map(len, prompts)), 1)
-        for start in range(0, len(prompts), size):
-            yield prompts[start : start + size]
+    def refilled_at_once(self, num: int) -> int:
+        """How many of `num` slots: passes over prompts are recorded for powers of two."""
+        return num if self.graphs is None else 1 << (num.bit_length() - 1)
 
-    def _read(self, rows: list[int], prompts: list[list[int]]) -> Tensor:
-        """Last states [n,d] of prompts, whose keys and values go into the slots `rows`."""
-        if self.graphs is not None and len(rows) == 1:  # as above
-            hidden = self._read(rows * 2, prompts * 2)
-            return hidden[:1]
-        given = *pad_right(prompts, self.pad_token_id), torch.tensor(rows)
-        ids, mask, self.slots.beginning = sent(self.made.device, *given)  # [n,P] twice, [n]
-        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-        hidden = self.twin.states(ids, positions)
-        lengths = mask.sum(-1)
-        self.slots.lengths[self.slots.beginning] = lengths
-        return hidden[torch.arange(len(rows), device=ids.device), lengths - 1]
+    def _go_on(self) -> None:
+        """Make more steps of the rows as they are, with which the GPU is busy while something is recorded."""
+        if self.newest is not None:
+            for _ in range(_MEANWHILE):
+                self.newest.replay()
+            self.num_steps += _MEANWHILE
 
     def _step(self, num: int) -> None:
         hidden = self.twin.states(self.last[:num, None], self.slots.lengths[:num, None])[:, 0]
@@ -301,4 +299,4 @@ class _Writing:
 
 def _rows_of_graph(num: int, most: int) -> int:
     """Rows of the graph that serves `num` rows: the next power of two, so that there are few graphs."""
-    return min(max(1 << (num - 1).bit_length(), _FEWEST), most)
+    return min(max(1 << (num - 1).bit_length(), FEWEST_ROWS), most)

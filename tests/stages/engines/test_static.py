@@ -133,6 +133,60 @@ def test_what_has_ended_may_be_seen_late(num_slots: int, rounds: int, monkeypatc
     assert (responses.mask.sum(-1) == 20).any()
 
 
+class Graph:
+    """Does again what it was made of, as a CUDA graph does: with what it worked on when it was recorded."""
+
+    def __init__(self, function: Callable[[], object], slots_: slots.Slots) -> None:
+        self.function, self.slots, self.beginning = function, slots_, slots_.beginning
+
+    def replay(self) -> None:
+        self.slots.beginning = self.beginning
+        self.slots._seen.clear()
+        self.function()
+
+
+class Graphs:
+    """Those of a GPU, on a CPU."""
+
+    def __init__(self, slots_: slots.Slots) -> None:
+        self.slots, self.shapes = slots_, []
+
+    def is_known(self, shapes: Any) -> bool:
+        return True
+
+    def capture(self, function: Callable[[], object], shapes: Any) -> Graph:
+        self.shapes.append(shapes)
+        return Graph(function, self.slots)
+
+
+@pytest.mark.parametrize("num_slots", [2, 12, 24])
+@pytest.mark.parametrize("same", [False, True])
+def test_prompts_that_take_the_place_of_others_may_be_read_in_recorded_passes(
+    num_slots: int, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, which makes more steps while something is recorded."""
+    recordings: list[Graphs] = []
+
+    class Recorded(static._Writing):
+        def __init__(self, twin: Twin, slots_: slots.Slots, _: Any, *law: Any) -> None:
+            recordings.append(Graphs(slots_))
+            super().__init__(twin, slots_, recordings[-1], *law)  # type: ignore[arg-type]
+            self.in_kernels = False
+
+        def look(self) -> static._Look:
+            return static._Look(self.done.clone(), None)
+
+    monkeypatch.setattr(static, "_Writing", Recorded)
+    model = new_model("mistral")
+    prompts = [[3 + i // 3, 4] if same else [3 + i, 4] * (1 + i % 5) * 4 for i in range(90)]
+    responses = drawn(StaticEngine(model, batch_size=num_slots), prompts, 10)
+    assert_sampled(model, prompts, responses, 0.7, STOPS, 10)
+    recorded = [shapes[1] for shapes in recordings[0].shapes if shapes[0] == "prefill"]
+    assert recorded
+    assert len(set(recorded)) == len(recorded)
+    assert all(width % 32 == 0 or width == recordings[0].slots.shape[1] for _, width in recorded)
+
+
 # --- what is computed
 
 
