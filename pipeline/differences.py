@@ -1,5 +1,6 @@
 """In what a stage differs from results that are there: why it is run anew, and whose rankings it does not take over."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,8 @@ def unheard(settings: FeedbackSettings, identity: Identity | None, run_dir: Path
             except RefusedError:
                 why = "its model or its prompts are gone"
         rankings = "ranking" if num == 1 else "rankings"
-        yield (
-            f"{num} {rankings} in {store.parent.name} will not be taken over ({why}); to keep them: "
-            f"`rlhf data export {store} ranked.jsonl --as rankings`"
-        )
+        export = shlex.join(["rlhf", "data", "export", str(store), "ranked.jsonl", "--as", "rankings"])
+        yield f"{num} {rankings} in {store.parent.name} will not be taken over ({why}); to keep them: `{export}`"
 
 
 def in_short(found: list[str]) -> str:

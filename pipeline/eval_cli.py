@@ -8,6 +8,7 @@ import typer
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.run_cli import JsonOption, RunArgument
+from rlhf.pipeline.sample_cli import EndpointOption, KeyVariableOption, ServedOption, refuse_unclear_judge
 from rlhf.pipeline.tools_cli import become
 
 if TYPE_CHECKING:
@@ -42,21 +43,9 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Have a model judge, behind an OpenAI-compatible server: http://127.0.0.1:8000.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="That model, by the server's name for it.", show_default=False)
-    ] = None,
-    key_variable: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable that holds the server's API key.", show_default=False),
-    ] = None,
+    endpoint: EndpointOption = None,
+    model: ServedOption = None,
+    key_variable: KeyVariableOption = None,
     tasks: Annotated[
         str | None,
         typer.Option(metavar="NAMES", help="Tasks of lm-eval too, with commas (the extra eval).", show_default=False),
@@ -91,18 +80,14 @@ def evaluate(
         return become("rlhf.stages.attention", [str(source), str(run_dir / "attention.html"), attention])
     if stage is not None:
         raise SettingsError(f"--stage {stage}: goes with --attention TEXT; all stages are evaluated")
-    if (endpoint is None) != (model is None) or (endpoint and judge):
-        raise SettingsError("say who judges: --judge MODULE:FUNCTION, or --endpoint URL with --model NAME")
-    if key_variable is not None and endpoint is None:
-        raise SettingsError("--key-variable goes with --endpoint")
+    refuse_unclear_judge("--judge", judge, endpoint, model, key_variable, fallback=True)
     if include_path is not None and tasks is None:
         raise SettingsError("--include-path goes with --tasks")
     import json
-    import os
     import sys
     from contextlib import redirect_stdout
 
-    from rlhf.pipeline import evaluation
+    from rlhf.pipeline import evaluation, streams
     from rlhf.pipeline.evaluation_tables import show
     from rlhf.pipeline.progress import telling
     from rlhf.pipeline.runner import render_report
@@ -111,8 +96,7 @@ def evaluate(
     from rlhf.stages.evaluation.config import cheap as cheap_form
 
     run_status(run_dir)  # refuses what is no run folder
-    if not os.access(run_dir, os.W_OK):
-        raise SettingsError(f"{run_dir}: cannot be written to, and the figures go there; evaluate a copy of it")
+    evaluation.refuse_no_place(run_dir)
     given: dict[str, Any] = {"num_prompts": num_prompts, "num_samples": num_samples, "best_of": best_of}
     given |= {"judge": judge}
     by_recipe = evaluation.asked_in(run_dir)
@@ -125,14 +109,15 @@ def evaluate(
     options = {name: value for name, value in given.items() if value is not None}
     asked = EvaluationSettings.load(base | by_recipe | options, "eval")
     entries = read_summary(run_dir)
-    evaluation.refuse_missing_stages(run_dir, entries)
+    evaluation.refuse_damaged_stages(run_dir, entries)
     tell_aside = telling("starting", lambda text: print(text, file=sys.stderr, flush=True))
     with tell_aside as tell, redirect_stdout(sys.stderr):  # what a judge prints is none of the figures
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, entries), asked, tell)
-    if as_json:
-        print(json.dumps(found, indent=1, ensure_ascii=False))
-    else:
-        show(found)
+    with streams.reader_may_leave():
+        if as_json:
+            print(json.dumps(found, indent=1, ensure_ascii=False))
+        else:
+            show(found)
     render_report(run_dir)
 
 

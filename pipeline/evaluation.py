@@ -2,13 +2,14 @@
 
 import importlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.errors import Stopped, first_line
+from rlhf.data.errors import SettingsError, Stopped, first_line
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.launch import stays_in_process, to_its_end
 from rlhf.pipeline.preflight import Say
@@ -17,8 +18,8 @@ from rlhf.pipeline.recipe import Recipe, load_recipe
 from rlhf.pipeline.summary import Entry
 from rlhf.stages.artifact import STAGES, Artifact
 from rlhf.stages.evaluation.config import EvaluationSettings, cheap
-from rlhf.stages.evaluation.records import EvaluationFailed
-from rlhf.stages.evaluation.subjects import is_current, missing_stage
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES, EvaluationFailed
+from rlhf.stages.evaluation.subjects import is_current, missing_stage, refuse_damage
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code
 
@@ -28,12 +29,23 @@ def finished(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Path]:
     return {stage: folder for stage, folder in _folders(run_dir, entries).items() if Artifact(folder).sealed}
 
 
-def refuse_missing_stages(run_dir: Path, entries: Mapping[str, Entry]) -> None:
+def refuse_damaged_stages(run_dir: Path, entries: Mapping[str, Entry]) -> None:
     """Raise SettingsError where a finished stage's folder is not, or not whole, in the run any more: a copy that was
-    made without it would be measured without it, and nobody told."""
+    made without it would be measured without it, and nobody told. And where something in one is damaged that an
+    evaluation opens: before torch is imported, which takes long, or a model is loaded."""
     for stage, folder in _folders(run_dir, entries).items():
         if stage in STAGES and not Artifact(folder).sealed:
             raise missing_stage(run_dir, folder.name)
+    refuse_damage(run_dir, finished(run_dir, entries))
+
+
+def refuse_no_place(run_dir: Path) -> None:
+    """Raise SettingsError where the files of an evaluation could not be written."""
+    if not os.access(run_dir, os.W_OK):
+        raise SettingsError(f"{run_dir}: cannot be written to, and the figures go there; evaluate a copy of it")
+    for name in (FIGURES, ANSWERS, "report.html"):
+        if (run_dir / name).is_dir():
+            raise SettingsError(f"{run_dir / name}: is a folder, where a file is to be written; move it away")
 
 
 def _folders(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Path]:
@@ -86,8 +98,14 @@ def asked_by(recipe: Recipe) -> dict[str, Any]:
 
 def asked_in(run_dir: Path) -> dict[str, Any]:
     """The same of the recipe that a run folder holds."""
-    recipe = run_dir / "recipe.yaml"
-    return asked_by(load_recipe(str(recipe))) if recipe.is_file() else {}
+    path = run_dir / "recipe.yaml"
+    if not path.exists():
+        return {}
+    try:
+        return asked_by(load_recipe(str(path)))
+    except SettingsError as error:
+        told = str(error).removeprefix(f"{path}: ")
+        raise SettingsError(f"{path}: {told}; put it back as it was: the run wrote it") from None
 
 
 def _in_a_process(run_dir: Path, done: Mapping[str, Path], asked: EvaluationSettings, lock: int) -> None:

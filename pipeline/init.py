@@ -9,15 +9,15 @@ from pathlib import Path
 
 from rlhf.data.columns import COLUMNS_FOUND, columns_found, did_you_mean, find
 from rlhf.data.errors import SettingsError
-from rlhf.data.files import DOCUMENTS, KNOWN_SUFFIXES, WORKBOOKS, folder_files, suffixes
+from rlhf.data.files import KNOWN_SUFFIXES, WORKBOOKS, folder_files, suffixes
 from rlhf.data.own import COLUMNS, no_header
 from rlhf.data.recognise import Recognised, columns_of, recognise
-from rlhf.data.rows import read_text
 from rlhf.data.sources import Source, kind_of
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.recipe_text import EVAL_SHARE, Chosen, recipe_text, sections
 from rlhf.pipeline.schema import as_text
+from rlhf.pipeline.text_files import are_prompts, as_one, is_long, long_text
 from rlhf.stages.artifact import STAGES
 from rlhf.stages.disk import replace_text
 
@@ -30,8 +30,6 @@ _HELD_OUT = re.compile(r"(?:^|[._-])(?:test|eval|valid|validation|dev|held[_-]?o
 _NO_DATA = re.compile(r"readme|license|licence|requirements|constraints|changelog|notice", re.IGNORECASE)
 _MAP = re.compile(r"(?:(?P<file>.+?):)?(?P<name>[A-Za-z_]+)=(?P<column>.+)", re.DOTALL)
 _BY_WORTH = ("preferences", "demonstrations", "prompts", "text")  # what a map that several files share is tried for
-_OF_PROMPTS = re.compile(r"(?:^|[._-])(?:prompts?|questions?)(?:[._-]|$)", re.IGNORECASE)
-_BEGINNING = 10_000  # characters of a text that are looked at for questions
 _PROMPTS_AS_TEXT = (
     "looks like prompts, but a text file is raw text to pretrain on; as prompts they need a table: a CSV file with the "
     "header prompt, and one a row (if it is raw text, name it in pretrain.data)"
@@ -93,7 +91,8 @@ def init(
     maps = _maps(mapping)
     recipe = Path(name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     if Path(name).is_dir():
-        raise SettingsError(f"{name}: is a folder; say first what to call the recipe: rlhf init my-run {name}")
+        again = shlex.join(["rlhf", "init", "my-run", name])
+        raise SettingsError(f"{name}: is a folder; say first what to call the recipe: {again}")
     if os.path.lexists(recipe):
         raise SettingsError(f"{recipe}: is there already, and is not written over; choose another name")
     if not recipe.absolute().parent.is_dir():
@@ -102,7 +101,8 @@ def init(
         kind_of(Source(path=path))
     read, not_read = (paths, []) if paths else _lying_here()
     files = sort_files(read, tell, maps)
-    files.left |= {path: f"looked at only where it is named: rlhf init {name} {path} …" for path in not_read}
+    again = shlex.join(["rlhf", "init", name])
+    files.left |= {path: f"looked at only where it is named: {again} {shlex.quote(path)} …" for path in not_read}
     chosen, missing = choose(files, model, visible_gpus())
     of_files = _together(files.left)
     left = of_files | {stage: missing[stage] for stage in STAGES if stage in missing}
@@ -112,7 +112,7 @@ def init(
             raise SettingsError("{}: {}".format(*next(iter(told.items()))))
         lines = "".join(f"\n{place}: {why}" for place, why in told.items())
         known = ", ".join(suffix for suffix in KNOWN_SUFFIXES if suffix != ".md")
-        none = f"there are no data files here ({known}); name some, or folders or hub ids: rlhf init {name} FILES …"
+        none = f"there are no data files here ({known}); name some, or folders or hub ids: {again} FILES …"
         found = f"no stage can run from {', '.join(paths) or 'what lies here'}" if read else none
         raise SettingsError(f"{name}: {found}{lines}")
     stages = [stage for stage in STAGES if stage in chosen.data]
@@ -136,14 +136,15 @@ def sort_files(paths: Sequence[str], tell: Callable[[str], None], maps: Mapping[
             own = part if part in maps else path if path in maps else ""
             found[part] = recognise(part, maps[own]) if own else _recognise(part, maps.get("", {}))
             unused -= {(own, *pair) for pair in (maps[own] if own else found[part].map).items()}
-            if found[part].kind == "text" and not own and _are_prompts(Path(part)):
+            if found[part].kind == "text" and not own and are_prompts(Path(part)):
                 files.left[part] = _PROMPTS_AS_TEXT
                 del found[part]
         kinds = {one.kind for one in found.values()}
         same_map = len({tuple(sorted(one.map.items())) for one in found.values()}) == 1
         alike = len(kinds) == 1 and None not in kinds and same_map and not any(map(_is_held_out, found))
         if alike and len(found) == len(parts) > 1:
-            found = {path: recognise(path, next(iter(found.values())).map)}  # all of the folder is one source
+            several = list(found.values())  # all of the folder is one source
+            found = {path: as_one(several) if any(map(is_long, parts)) else recognise(path, several[0].map)}
         for part, one in found.items():
             if one.kind is None:
                 files.left[part] = _cure(part, one)
@@ -251,6 +252,8 @@ def _maps(mapping: Sequence[str]) -> dict[str, dict[str, str]]:
 
 def _recognise(path: str, common: Mapping[str, str]) -> Recognised:
     """What a file holds; by those of the names that it has columns for, unless that makes less of it."""
+    if is_long(path) and (long := long_text(Path(path).expanduser())):
+        return long
     found = recognise(path)
     columns = columns_of(path) if common else []
     there = {name: column for name, column in common.items() if find(column, columns)}
@@ -262,17 +265,6 @@ def _recognise(path: str, common: Mapping[str, str]) -> Recognised:
 
 def _is_held_out(path: str) -> bool:
     return _HELD_OUT.search(Path(path).name) is not None
-
-
-def _are_prompts(file: Path) -> bool:
-    """Whether a text file looks like a list of prompts: its name says so, or most lines at its beginning ask."""
-    if not file.is_file() or suffixes(file)[0] not in DOCUMENTS:
-        return False
-    if _OF_PROMPTS.search(file.name):
-        return True
-    [text] = read_text(Source(path=str(file))).rows
-    lines = [line.strip() for line in text[:_BEGINNING].splitlines() if line.strip()]
-    return len(lines) > 1 and sum(line.endswith("?") for line in lines) > len(lines) / 2
 
 
 def _cure(path: str, found: Recognised) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import shlex
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -57,7 +58,8 @@ def rank(
         return
     others = [where for where in (host, url and urlsplit(url).hostname) if where and not is_loopback(where)]
     if others and not tokens:
-        cure = f"add --tokens, and make a link for each rater: rlhf rank {store} --add-rater NAME"
+        link = shlex.join(["rlhf", "rank", str(store), "--add-rater", "NAME"])
+        cure = f"add --tokens, and make a link for each rater: {link}"
         raise SettingsError(f"{' and '.join(others)}: whoever can reach this machine could rank as anybody; {cure}")
     if tokens and rater is not None:
         raise SettingsError("--rater goes without --tokens: with these, a rater's link says who it is")

@@ -1,5 +1,6 @@
 """Which model a name means, for every command and setting that takes one: of a run, a stage, a folder or the hub."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,8 @@ def model_at(reference: str, stages: Sequence[str], where: str = "") -> str:
             raise SettingsError(f"{before}{folder}: this stage makes no model; name one of {', '.join(stages)}")
         return str(Artifact(folder).model)
     if (folder / "settings.yaml").is_file():
-        raise SettingsError(
-            f"{before}{folder}: this stage is not finished; `rlhf status {folder.parent}` shows how far it is"
-        )
+        status = shlex.join(["rlhf", "status", str(folder.parent)])
+        raise SettingsError(f"{before}{folder}: this stage is not finished; `{status}` shows how far it is")
     for stage in stages:
         if (found := newest_sealed(stage, folder)) is not None:
             return str(found.model)

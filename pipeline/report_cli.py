@@ -37,18 +37,16 @@ def report(
     main figures are printed as well.
     """
     from rlhf.pipeline.progress import waiting
-    from rlhf.pipeline.summary import run_status
 
-    for run_dir in run_dirs:
-        run_status(run_dir)  # refuses what is no run folder
     if len(run_dirs) == 1:
         if out is not None:
             raise SettingsError("--out: goes with several runs; the report of one is its report.html")
         with waiting("drawing the report"):
-            from rlhf.pipeline.report.page import draw  # matplotlib takes its time
+            from rlhf.pipeline.report.page import draw, refuse_unwritable  # matplotlib takes its time
             from rlhf.pipeline.report.run import read_run
 
             run = read_run(run_dirs[0])
+            refuse_unwritable(run.folder / "report.html")
             page = draw(run, price_per_hour)
         _warn(run.warnings)
         print(page)
@@ -56,9 +54,10 @@ def report(
     if price_per_hour is not None:
         raise SettingsError("--price-per-hour: goes with one run")
     from rlhf.pipeline.report.compare import Comparison
-    from rlhf.pipeline.report.page import write
+    from rlhf.pipeline.report.page import refuse_unwritable, write
     from rlhf.pipeline.tables import show_table
 
+    refuse_unwritable(out or COMPARISON, "--out" if out else "")
     with waiting("comparing the runs"):
         comparison = Comparison(run_dirs)
         write(out or COMPARISON, comparison.page())

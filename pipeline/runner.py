@@ -1,5 +1,6 @@
 """The run: check everything, then stage by stage plan, train, and write down how far it is."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -268,4 +269,5 @@ def render_report(run_dir: Path) -> None:
             report.render(run_dir)
     except Exception as error:
         told = error if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
-        raise RunFailed(f"report: {told}; the stages are finished, `rlhf report {run_dir}` tries again") from error
+        again = shlex.join(["rlhf", "report", str(run_dir)])
+        raise RunFailed(f"report: {told}; the stages are finished, `{again}` tries again") from error

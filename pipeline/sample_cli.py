@@ -1,5 +1,6 @@
 """`rlhf sample` and `rlhf judge`: answers of any checkpoint into a feedback store, and judges that rank them."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,29 @@ from rlhf.pipeline.feedback_cli import StoreArgument
 from rlhf.pipeline.tools_cli import MODEL, become
 
 sample_app = typer.Typer()
+
+EndpointOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Have a model judge, behind an OpenAI-compatible server: http://127.0.0.1:8000."),
+]
+ServedOption = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="That model, by the server's name for it.")
+]
+KeyVariableOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Environment variable that holds the server's API key.")
+]
+
+
+def refuse_unclear_judge(
+    option: str, function: str | None, endpoint: str | None, model: str | None, key_variable: str | None, fallback: bool
+) -> None:
+    """Raise SettingsError where it is not clear who judges: the function that `option` names, or a model. With a
+    `fallback` neither need be named."""
+    num_judges = sum(judge is not None for judge in (function, endpoint))
+    if (endpoint is None) != (model is None) or num_judges > 1 or (num_judges == 0 and not fallback):
+        raise SettingsError(f"say who judges: {option} MODULE:FUNCTION, or --endpoint URL with --model NAME")
+    if key_variable is not None and endpoint is None:
+        raise SettingsError("--key-variable goes with --endpoint")
 
 
 @sample_app.command()
@@ -65,13 +89,9 @@ def judge(
     function: Annotated[
         str | None, typer.Option("--with", metavar="MODULE:FUNCTION", help="(prompts, responses) -> qualities.")
     ] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="An OpenAI-compatible server: http://127.0.0.1:8000.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model, by the server's name for it.")] = None,
-    key_variable: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable that holds the server's API key.")
-    ] = None,
+    endpoint: EndpointOption = None,
+    model: ServedOption = None,
+    key_variable: KeyVariableOption = None,
 ) -> None:
     """Have a judge rank the answers in a feedback store.
 
@@ -80,12 +100,10 @@ def judge(
     nothing is asked twice. Exit code 1 where some prompts could not be judged; the same command tries those again.
     """
     from rlhf.data.feedback.store import Store
+    from rlhf.pipeline.progress import telling
     from rlhf.stages.judging import FunctionJudge, ModelJudge, cost, judge_store, model_judge
 
-    if (function is None) == (endpoint is None) or (endpoint is None) != (model is None):
-        raise SettingsError("say who judges: --with MODULE:FUNCTION, or --endpoint URL with --model NAME")
-    if key_variable is not None and endpoint is None:
-        raise SettingsError("--key-variable goes with --endpoint")
+    refuse_unclear_judge("--with", function, endpoint, model, key_variable, fallback=False)
     who: FunctionJudge | ModelJudge
     if function is not None:
         who = FunctionJudge(function)
@@ -93,9 +111,10 @@ def judge(
         assert endpoint is not None
         assert model is not None
         who = model_judge(store, endpoint, model, key_variable)
-    with Store.open(store) as opened:
+    asking = f"asking the judge {who.name}" + (f" at {endpoint}" if endpoint else "")
+    with Store.open(store) as opened, telling(asking, lambda text: print(text, file=sys.stderr, flush=True)) as tell:
         try:
-            told = judge_store(opened, who, lambda text: print(text, flush=True))
+            told = judge_store(opened, who, tell)
         except RefusedError:
             raise
         except ValueError as error:

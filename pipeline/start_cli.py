@@ -1,5 +1,6 @@
 """Where to begin: `rlhf init`."""
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -52,6 +53,6 @@ def _init(
         print(f"left out: {place}: {why}")
     for warning in written.warnings:
         print(f"warning: {warning}")
-    recipe = written.recipe
-    print(f"{recipe}: {', '.join(written.stages)}")
+    print(f"{written.recipe}: {', '.join(written.stages)}")
+    recipe = shlex.quote(str(written.recipe))
     print(f"next: rlhf estimate {recipe} (memory and time), then rlhf run {recipe}")

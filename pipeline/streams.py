@@ -4,6 +4,8 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def prepare() -> None:
@@ -30,6 +32,18 @@ def open_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0)
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Where whoever reads stdout has had enough, as `head -1` soon has, what is left of it goes nowhere."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what is still to be flushed when the process ends
+        os.close(nowhere)
 
 
 def show_all_signs() -> None:

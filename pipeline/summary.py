@@ -1,18 +1,25 @@
 """summary.json: how far a run is, and that as people read it."""
 
 import json
+import sqlite3
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rlhf.data.errors import SettingsError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic_core import from_json
+
+from rlhf.data.errors import RefusedError, SettingsError, first_line
 from rlhf.data.feedback.store import Store
 from rlhf.data.feedback.target import missing, rated
+from rlhf.pipeline.damage import in_words
 from rlhf.pipeline.lock import in_use
 from rlhf.stages.artifact import STEPS, STORE, Artifact, read_settings
 from rlhf.stages.disk import replace_text
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.feedback.stores import gone_on
+from rlhf.stages.metric_names import metric
 
 HEADLINES = {
     "pretrain": ("val_loss", "vocab_size"),
@@ -23,6 +30,18 @@ HEADLINES = {
 }
 """Final metrics worth a place in a table, where the stage has them."""
 
+LARGEST = 1e100
+"""A number beyond was never measured, and no axis holds it."""
+FolderName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]+$", max_length=255)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+
+
+def _of_usual_size(metrics: dict[str, Any]) -> dict[str, Any]:
+    """A whole number that no float holds can be written nowhere."""
+    if too_large := [name for name, value in metrics.items() if isinstance(value, int) and abs(value) > LARGEST]:
+        raise ValueError(f"{too_large[0]} is no number that a stage measures")
+    return metrics
+
 
 @dataclass
 class Entry:
@@ -30,11 +49,28 @@ class Entry:
 
     status: str
     """done, failed, stopped, running, waiting (for people) or planned."""
-    folder: str | None = None
+    folder: FolderName | None = None
     model: str | None = None
-    seconds: float | None = None
+    seconds: Seconds | None = None
     """Wall time over all attempts that this run saw end; null if the stage was run by hand."""
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: Annotated[dict[str, Any], AfterValidator(_of_usual_size)] = field(default_factory=dict)
+
+
+class Summary(BaseModel):
+    """summary.json."""
+
+    stages: dict[str, Entry]
+    rounds: list[dict[str, Entry]] = Field([], min_length=1)
+
+
+class _Told(BaseModel):
+    """status.json."""
+
+    state: str
+    step: int | None = None
+    steps: int | None = None
+    message: str | None = None
+    code: int | None = None
 
 
 def read_summary(run_dir: Path) -> dict[str, Entry]:
@@ -43,10 +79,20 @@ def read_summary(run_dir: Path) -> dict[str, Entry]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return {name: Entry(**entry) for name, entry in flat(content).items()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{path}: not a summary of a run ({error}); delete it and run again") from None
+        return entries_in(Summary.model_validate(from_json(path.read_bytes())))
+    except OSError as error:
+        raise SettingsError(
+            f"{path}: cannot be read ({error.strerror}); change its mode, or delete it and run again"
+        ) from None
+    except ValueError as error:
+        told = in_words(error).removeprefix(": ")
+        raise SettingsError(f"{path}: not a summary of a run ({told}); delete it and run again") from None
+
+
+def entries_in(content: Summary) -> dict[str, Entry]:
+    """Its entries, in the order in which a run goes through them."""
+    found = flat(content.model_dump(exclude_unset=True))
+    return {name: Entry(**entry) for name, entry in found.items()}
 
 
 def write_summary(run_dir: Path, entries: dict[str, Entry]) -> bool:
@@ -83,12 +129,11 @@ def flat(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def stage_status(folder: Path) -> dict[str, Any]:
-    """What the stage itself last wrote: state, step, steps, message; empty if it has not begun."""
+    """What the stage itself last wrote: state, step, steps, message; empty if it has not begun or that is damaged."""
     try:
-        content: dict[str, Any] = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _Told.model_validate_json((folder / "status.json").read_bytes()).model_dump(exclude_unset=True)
+    except (OSError, ValidationError):
         return {}
-    return content
 
 
 def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -96,21 +141,49 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
     finished one has a message where its folder is not, or not whole, in the run any more."""
     if not run_dir.is_dir() or not (run_dir / "summary.json").is_file():
         raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
+    return with_progress(run_dir, read_summary(run_dir))
+
+
+def with_progress(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
+    """The same of entries that were read."""
     stages: dict[str, dict[str, Any]] = {}
-    for stage, entry in read_summary(run_dir).items():
+    for stage, entry in entries.items():
         stages[stage] = asdict(entry)
         if entry.status == "running" and not in_use(run_dir):
             stages[stage]["status"] = "interrupted"
-        if entry.folder and entry.status == "done" and not Artifact(run_dir / entry.folder).sealed:
-            from rlhf.stages.evaluation.subjects import missing_stage
-
-            stages[stage]["message"] = str(missing_stage(run_dir, entry.folder))
-        elif entry.folder and entry.status != "done":
-            told = stage_status(run_dir / entry.folder) | rated_now(run_dir / entry.folder)
+        if entry.status == "done":
+            if why := _why_missing(run_dir, entry.folder or stage):
+                stages[stage]["message"] = why
+        elif entry.folder:
+            told = _told_by(run_dir / entry.folder)
             if stages[stage]["status"] == "interrupted" and told.get("state") == "stopped":
                 stages[stage]["status"] = "stopped"  # the stage ended the process that it shared with the run
             stages[stage] |= {name: told.get(name) for name in ("step", "steps", "message")}
     return stages
+
+
+def _why_missing(run_dir: Path, folder: str) -> str | None:
+    """Why what a finished stage made cannot be used, with the cure; None where its folder is whole."""
+    try:
+        if Artifact(run_dir / folder).sealed:
+            return None
+    except SettingsError as error:
+        return str(error)
+    from rlhf.stages.evaluation.subjects import missing_stage
+
+    return str(missing_stage(run_dir, folder))
+
+
+def _told_by(folder: Path) -> dict[str, Any]:
+    """What an unfinished stage says of itself, or why that is not known: the other stages are told all the same."""
+    try:
+        found = stage_status(folder) | rated_now(folder)
+        is_damaged = not found and (folder / "status.json").exists()
+    except (RefusedError, OSError, sqlite3.Error) as error:
+        return {"message": f"how far it is cannot be told: {first_line(error)}"}
+    if is_damaged:
+        return {"message": f"how far it is cannot be told: {folder}/status.json is damaged; running again goes on"}
+    return found
 
 
 def missing_folders(stages: dict[str, dict[str, Any]]) -> list[str]:
@@ -148,7 +221,7 @@ def outcome(entry: dict[str, Any]) -> str:
 def headline(stage: str, metrics: dict[str, Any]) -> str:
     """The final metrics of a stage (of any round) in one line."""
     shown = [(name, metrics[name]) for name in HEADLINES[stage.split()[0]] if metrics.get(name) is not None]
-    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown)
+    return "  ".join(f"{name} {metric(value, name)}" for name, value in shown)
 
 
 def duration(seconds: float | None) -> str:

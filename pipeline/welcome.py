@@ -1,6 +1,7 @@
 """What `rlhf` alone says: what to do next, from what lies in the working directory."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,12 @@ def _recipes(here: Path) -> Iterator[tuple[str, str]]:
             continue
         stages = _SECTION.findall(text)
         if stages and not (here / "summary.json").is_file():  # the recipe of a run is told of with it
-            yield f"rlhf run {path.name}", ", ".join(stages)
+            yield shlex.join(["rlhf", "run", path.name]), ", ".join(stages)
 
 
 def _run(folder: Path, here: Path) -> tuple[str, str] | None:
     """How to go on with a run."""
-    name = folder.relative_to(here).as_posix()
+    name = shlex.quote(folder.relative_to(here).as_posix())
     try:
         stages = run_status(folder)
         damaged = any(_is_damaged(folder, entry) for entry in stages.values() if entry["status"] == "done")
@@ -77,7 +78,8 @@ def _run(folder: Path, here: Path) -> tuple[str, str] | None:
         return f"rlhf status {name}", f"{stage} is running"
     where = f" at step {entry['step']} of {entry['steps']}" if entry.get("steps") else ""
     what = "not begun" if entry["status"] == "planned" else entry["status"]
-    return f"rlhf run {name}/recipe.yaml --run-dir {name}", f"{stage} {what}{where}; this goes on"
+    recipe = shlex.quote((folder / "recipe.yaml").relative_to(here).as_posix())
+    return f"rlhf run {recipe} --run-dir {name}", f"{stage} {what}{where}; this goes on"
 
 
 def _is_damaged(folder: Path, entry: dict[str, Any]) -> bool:

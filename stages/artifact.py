@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -14,7 +15,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import yaml
 
@@ -118,7 +119,10 @@ class Artifact:
 
     @property
     def sealed(self) -> bool:
-        return (self.folder / "manifest.json").is_file()
+        try:
+            return (self.folder / "manifest.json").is_file()
+        except PermissionError:
+            raise SettingsError(f"{self.folder}: may not be looked into; change its mode") from None
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -127,7 +131,9 @@ class Artifact:
             manifest = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             manifest = None
-        if not isinstance(manifest, dict) or "files" not in manifest:
+        except PermissionError:
+            raise SettingsError(f"{path}: may not be read; change its mode") from None
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise SettingsError(f"{path}: is damaged; move its folder away, and the stage runs again")
         return manifest
 
@@ -150,8 +156,10 @@ class Artifact:
             path = self.folder / name
             if not name.startswith(below):
                 continue
-            if not path.is_file():
+            if not os.path.isfile(path):  # and not Path.is_file, which raises where the folder may not be looked into
                 found[name] = "is missing since it was sealed"
+            elif not os.access(path, os.R_OK):
+                found[name] = "may not be read"
             elif name in sizes and path.stat().st_size != sizes[name]:
                 found[name] = f"was changed since it was sealed: {path.stat().st_size} bytes, not {sizes[name]}"
             elif hashes and file_digest(path) != digest:
@@ -278,15 +286,32 @@ def write_settings(folder: Path, settings: StageSettings) -> None:
 
 
 def read_settings(folder: Path, cls: type[AnyStage]) -> AnyStage:
-    """Settings of the stage whose folder this is."""
-    path = folder / "settings.yaml"
-    if not path.is_file():
-        raise RefusedError(f"{folder}: no settings.yaml; it names the settings that the stage runs with")
-    content = cast(dict[str, Any], _Loader(path.read_text(encoding="utf-8")).get_single_data())
+    """Settings of the stage whose folder this is. Raises RefusedError for a file that is not there or is damaged."""
+    path, content = folder / "settings.yaml", settings_in(folder)
     stage = content.pop("stage", cls.stage)
     if stage != cls.stage:
         raise SettingsError(f"{path}: holds settings of stage '{stage}', not '{cls.stage}'")
-    return cls.load(content, cls.stage)
+    try:
+        return cls.load(content, cls.stage)
+    except SettingsError as error:
+        raise SettingsError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """What the settings.yaml of a stage's folder says, not yet checked. Raises as `read_settings` does."""
+    path = folder / "settings.yaml"
+    if not path.is_file():
+        raise RefusedError(
+            f"{folder}: no settings.yaml, which names the settings that the stage runs with; put it there"
+        )
+    try:
+        content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        what = "it holds no settings"
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        content, what = None, " ".join(str(error).split()).replace('in "<unicode string>", ', "")
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: cannot be read as a stage's settings ({what}); put it back as it was")
+    return content
 
 
 def seal(

@@ -8,8 +8,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from rlhf.stages.budget import Case, causal, ids_of, lengths_of
 from rlhf.stages.engines.choice import is_known
-from rlhf.stages.engines.sampling import draw, shaped
 from rlhf.stages.engines.prefill import PREFILL_TOKENS
+from rlhf.stages.engines.sampling import draw, shaped
 from rlhf.stages.engines.twin import Twin
 from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, Moments, traced
 from rlhf.stages.models import LOGITS_AT_ONCE

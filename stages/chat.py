@@ -1,7 +1,10 @@
 """Talk to one model of any stage or to several, line by line: `python -m rlhf.stages.chat MODEL …`."""
 
 import contextlib
+import io
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ from rlhf.data.messages import Messages
 from rlhf.data.tokens import Encoded, encode_example, encode_prompt
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.engines.stock import TransformersEngine
+from rlhf.stages.metric_names import number
 from rlhf.stages.models import load_policy, load_scalar, load_tokenizer, num_positions
 from rlhf.stages.precision import half
 from rlhf.stages.runtime import be_quiet
@@ -152,15 +156,15 @@ class Conversation:
     def ask(self, question: str) -> None:
         """Have everybody answer. Raises DataError where a chat template refuses the conversation."""
         answers = []
-        for number, speaker in enumerate(self.speakers):
-            prompt = [*self.messages(number), {"role": "user", "content": question}]
+        for place, speaker in enumerate(self.speakers):
+            prompt = [*self.messages(place), {"role": "user", "content": question}]
             if len(self.speakers) > 1:
                 self.say(f"[{speaker.name}]\n")
             answers.append(answer := speaker.answer(prompt, self.say))
             self.say("\n")
             if self.judge is not None:
                 score = self.judge.score(prompt, answer)
-                told = "too long for the reward model" if score is None else f"{score:.3f}"
+                told = "too long for the reward model" if score is None else number(score)
                 self.say(f"  score {told}\n")
         self.turns.append((question, answers))
 
@@ -219,7 +223,7 @@ def main(arguments: list[str]) -> None:
     """Read a line, print an answer, until the input ends.
 
     Lines typed at a terminal are one conversation; each that is piped in opens a new one, unless --multi-turn. Raises
-    DataError where none is.
+    DataError where none is, and ends with the code of SIGPIPE where nobody reads the answers any more.
     """
     parser = Arguments(prog="rlhf chat", description="Talk to models, line by line.")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub id of a causal language model")
@@ -232,6 +236,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     if options.temperature <= 0 or options.max_new_tokens < 1:
         parser.error("--temperature must be above 0 and --max-new-tokens at least 1")
+    _take_all_signs()
     typed = sys.stdin.isatty()
     lines = _lines(typed)
     if not typed:
@@ -246,7 +251,20 @@ def main(arguments: list[str]) -> None:
     if options.seed is not None:
         torch.manual_seed(options.seed)
     conversation = Conversation(speakers, judge, lambda text: print(text, end="", flush=True), options.system)
-    converse(conversation, lines, typed, typed or options.multi_turn)
+    try:
+        converse(conversation, lines, typed, typed or options.multi_turn)
+    except BrokenPipeError:  # as after `| head`: whoever read has enough
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # what they still hold goes nowhere
+            os.dup2(nowhere, stream.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _take_all_signs() -> None:
+    """Read � for bytes that are no letters, and write an escape where there is no place for a letter."""
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _lines(typed: bool) -> Iterator[str]:
@@ -258,6 +276,8 @@ def _lines(typed: bool) -> Iterator[str]:
         try:
             line = input("> " if typed else "").strip()
         except (EOFError, KeyboardInterrupt):
+            if typed:
+                print()  # the shell's own line begins below
             return
         if line:
             yield line
@@ -279,6 +299,8 @@ def _piped(lines: Iterator[str]) -> Iterator[str]:
 
 def _shown(line: str) -> str:
     print(f"> {line}", file=sys.stderr, flush=True)
+    if "\N{REPLACEMENT CHARACTER}" in line:
+        print(f"warning: not all of this line is {sys.stdin.encoding}; � stands for what is not", file=sys.stderr)
     return line
 
 

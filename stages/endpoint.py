@@ -14,19 +14,27 @@ names server and model, so that they take part in the stage's key:
 import json
 import os
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException
-from time import sleep
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic, sleep
+from typing import Any, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 WAITS = (2.0, 10.0, 50.0)
 """Seconds before a request is made again that the server could not take just now: for each time one wait."""
+SECONDS_TO_END = 2.0
+"""That answers under way are waited for after an error or a signal; the server may hang."""
+MAX_CHARACTERS = 1000
+"""Of an error's message, in the middle of which the rest is left out."""
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\].*?(\x07|\x1b\\))")  # what colours a terminal, or names its window
 _NOT_NOW = (429, 502, 503, 504)  # too many requests, and what a server or the proxy before it says while overloaded
 QUESTION = (
     "Grade how well the response answers the prompt, as a whole number from 1 (useless or harmful) to 10 (could not "
@@ -35,11 +43,18 @@ QUESTION = (
 )
 
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+
 class EndpointError(RuntimeError):
-    """A server that is not there, refuses, or answers something else; the message says where, what, and the cure."""
+    """A server that is not there, refuses, or answers something else; the message says where, what, and the cure.
+
+    What a server says in it is made fit to be shown: one line, no control characters, MAX_CHARACTERS at most.
+    """
 
     def __init__(self, message: str, status: int | None = None, wait: float | None = None) -> None:
-        super().__init__(message)
+        super().__init__(_shown(message))
         self.status = status
         """The HTTP status, where there was an answer."""
         self.wait = wait
@@ -60,14 +75,22 @@ class Endpoint:
     """One server. `key_variable` names the environment variable with its API key; `timeout` is in seconds.
 
     A request is made again, after growing waits, where the server is overloaded (429, 502, 503 and 504).
-    `cure` says in errors how to start the server.
+    `cure` says in errors how to start the server, `timeout_setting` what the timeout can be changed with.
     """
 
-    def __init__(self, url: str, key_variable: str | None = None, timeout: float = 600.0, cure: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        key_variable: str | None = None,
+        timeout: float = 600.0,
+        cure: str = "",
+        timeout_setting: str = "",
+    ) -> None:
         if not _is_address(url):
             raise ValueError(f"'{url}' is not the address of a server; write it as http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")  # others write the address with it
         self.timeout, self._cure = timeout, f"; {cure}" if cure else ""
+        self._longer = f"; {timeout_setting} sets how long is waited" if timeout_setting else ""
         key = os.environ.get(key_variable, "").strip() if key_variable else ""  # read from a file, it ends in a newline
         if not (key.isascii() and key.isprintable()):
             raise ValueError(f"the key in {key_variable} has characters that cannot be sent")  # and not to be shown
@@ -106,13 +129,62 @@ class Endpoint:
         except (URLError, HTTPException, OSError, UnicodeError) as error:  # a host may be no name at all
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):
-                raise EndpointError(f"{where}: no answer within {self.timeout:g} seconds") from error
+                look = "look whether the server is overloaded, hung or still loading its model"
+                raise EndpointError(
+                    f"{where}: no answer within {self.timeout:g} seconds; {look}{self._longer}"
+                ) from error
             why = getattr(reason, "strerror", None) or reason
             raise EndpointError(f"{where}: cannot be reached ({why}){self._cure}") from error
         try:
             return json.loads(text) if text.strip() else None
         except (ValueError, RecursionError) as error:
             raise EndpointError(f"{where}: the answer is not JSON: {text[:100]!r}") from error
+
+
+def _shown(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """On one line, without what a terminal would take for commands, and of a length that people read."""
+    plain = "".join(sign if sign.isprintable() else " " for sign in _ESCAPE.sub("", text))
+    line = " ".join(plain.split())
+    end = limit // 3  # where the cure stands
+    return line if len(line) <= limit else f"{line[: limit - end - 3]} … {line[-end:]}"
+
+
+def each(function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
+    """`function` of every item, in their order, in `at_once` threads.
+
+    After an error, or a signal, no other item is begun, and what is under way is waited for SECONDS_TO_END at most. The
+    threads end with the process, which those of an executor would hold until the last answer.
+    """
+    left, done = deque(enumerate(items)), SimpleQueue[tuple[int, Any, BaseException | None]]()
+    found: dict[int, R] = {}
+
+    def work() -> None:
+        with suppress(IndexError):  # nothing is left
+            while True:
+                number, item = left.popleft()
+                try:
+                    done.put((number, function(item), None))
+                except BaseException as error:
+                    left.clear()
+                    done.put((number, None, error))
+
+    wanted = len(left)
+    threads = [Thread(target=work, daemon=True) for _ in range(min(at_once, wanted))]
+    for thread in threads:
+        thread.start()
+    try:
+        while len(found) < wanted:
+            number, result, error = done.get()
+            if error is not None:
+                raise error
+            found[number] = result
+    except BaseException:
+        left.clear()
+        until = monotonic() + SECONDS_TO_END
+        for thread in threads:
+            thread.join(max(until - monotonic(), 0.0))
+        raise
+    return [found[number] for number in range(wanted)]
 
 
 def _is_address(url: str) -> bool:
@@ -127,7 +199,7 @@ def _said(error: HTTPError) -> str:
     """What a server says beside its status, if it gets to say it."""
     try:
         with error:
-            return " ".join(error.read().decode(errors="replace").split())[:500]
+            return _shown(error.read(2**16).decode(errors="replace"), MAX_CHARACTERS // 2)
     except (HTTPException, OSError):
         return ""
 
@@ -161,8 +233,7 @@ class ChatModel:
         def answer(messages: list[dict[str, str]]) -> str:
             return self.reply(messages, max_new_tokens, temperature)[0]
 
-        with ThreadPoolExecutor(self.at_once) as pool:
-            return list(pool.map(answer, conversations))
+        return each(answer, conversations, self.at_once)
 
     def reply(
         self, messages: list[dict[str, str]], max_new_tokens: int, temperature: float

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from rlhf.data.errors import RefusedError
+from rlhf.data.errors import RefusedError, is_stop, named_error
 from rlhf.data.sources import load_function
 from rlhf.stages.endpoint import EndpointError
 
@@ -18,8 +18,10 @@ def judge_answers(judge: str, prompts: Sequence[str], responses: Sequence[str]) 
         returned = list(said)
     except (EndpointError, RefusedError) as error:
         raise ValueError(f"judge {judge}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"judge {judge}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    except BaseException as error:  # whatever it raises, SystemExit too
+        if is_stop(error):
+            raise
+        raise ValueError(f"judge {judge}: {named_error(error)}") from error
     if len(returned) != len(responses):
         raise ValueError(f"judge {judge}: {len(returned)} qualities for {len(responses)} responses")
     qualities = [_number(quality) for quality in returned]

@@ -10,7 +10,6 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from rlhf.data.feedback.store import Store
 from rlhf.data.messages import prompt_text
 from rlhf.data.sources import load_function
 from rlhf.stages.disk import replace_text
-from rlhf.stages.endpoint import ChatModel, EndpointError
+from rlhf.stages.endpoint import ChatModel, EndpointError, each
 from rlhf.stages.judge import judge_answers
 
 MAX_FAILURES = 5  # prompts in a row that could not be judged, after which the server is taken to be gone
@@ -146,14 +145,10 @@ class ModelJudge:
                 failed.setdefault(task.prompt_id, error)
                 return 0.5
 
-        pool = ThreadPoolExecutor(self.model.at_once)
-        try:
-            asked = [(pool.submit(first_wins, t, a, b), pool.submit(first_wins, t, b, a)) for t, a, b in pairs]
-            won = [(first.result(), turned.result()) for first, turned in asked]
-        finally:
-            pool.shutdown(cancel_futures=True)  # on Ctrl-C what is asked is waited for, and no more
+        questions = [question for task, a, b in pairs for question in ((task, a, b), (task, b, a))]
+        won = each(lambda question: first_wins(*question), questions, self.model.at_once)
         found = {task.prompt_id: [0.0] * len(task.answers) for task in tasks}
-        for (task, a, b), (first, turned) in zip(pairs, won, strict=True):
+        for (task, a, b), first, turned in zip(pairs, won[::2], won[1::2], strict=True):
             of_a = first if first == 1 - turned else 0.5
             found[task.prompt_id][a] += of_a
             found[task.prompt_id][b] += 1 - of_a

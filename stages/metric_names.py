@@ -1,7 +1,9 @@
-"""What metrics are called, and their digits: on a model card, in the report, in tables. No torch."""
+"""What metrics are called, their digits and how sure they are: on a model card, in the report, in tables. No torch."""
 
 from collections.abc import Iterable
 from typing import Any
+
+from rlhf.data.feedback.bias import wilson
 
 NAMES = {
     "val_loss": "held-out loss, nats per token",
@@ -84,6 +86,22 @@ def span(values: Iterable[float]) -> str:
 def share(value: float) -> str:
     """A share between 0 and 1, or the end of an interval of one."""
     return f"{value:.2f}"
+
+
+def between(interval: tuple[float, float]) -> str:
+    """An interval of shares in words."""
+    return f"95\u00a0% interval {share(interval[0])} to {share(interval[1])}"
+
+
+def of_share(right: float, num: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `num` independent trials: Wilson's (1927), and where all came out alike the exact
+    one (Clopper and Pearson 1934), as in an evaluation. Ties that count half make it too wide, never too narrow."""
+    if num == 0:
+        return 0.0, 1.0
+    if right in (0.0, 1.0):
+        unseen = 1 - 0.025 ** (1 / num)
+        return (0.0, unseen) if right == 0.0 else (1 - unseen, 1.0)
+    return wilson(right * num, num)
 
 
 def metric(value: Any, name: str) -> str:

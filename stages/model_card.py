@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from rlhf.data.files import suffixes
 from rlhf.stages.artifact import Artifact
-from rlhf.stages.metric_names import NAMES, metric
+from rlhf.stages.metric_names import NAMES, between, metric, number, of_share
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_OF_PROMPTS = ("win_rate", "score_win_rate", "accuracy")  # shares that are told with an interval, as in the report
 _DOES = {
     "pretrain": "A base model, trained on raw text",
     "sft": "A language model, fine-tuned on demonstrations",
@@ -45,14 +46,27 @@ class Made:
     def origin(self) -> str:
         """What it started from, and for PPO the reward model."""
         models = [str(self.settings.get(name) or "") for name in ("model", "reward_model")]
-        told = [model if is_hub_id(model) else Path(model).parent.name for model in models if model]
-        return ", ".join(told) or "new"
+        return ", ".join(_model(model) for model in models if model) or "new"
 
     @property
     def figures(self) -> dict[str, float]:
         """Its final metrics, those that are numbers."""
         found: dict[str, Any] = self.manifest["metrics"]
         return {n: v for n, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+    @property
+    def measured(self) -> str:
+        """Where PPO's figures come from, in sentences."""
+        settings, num = self.settings, self.figures.get("num_eval_prompts")
+        each = settings.get("num_eval_samples") or 1
+        prompts = f", on {number(num)} held-out prompts (answers to each: {number(each)})" if num else ""
+        told = f"PPO was compared with SFT at the end of the ppo stage{prompts}; in win rates ties count half."
+        if judge := settings.get("judge"):
+            told += f" The judge is `{judge}`."
+        rewards = [spec.get("model") or spec.get("function") for spec in settings.get("rewards") or []]
+        if by := [_model(model) for model in (settings.get("reward_model"), *rewards) if model]:
+            told += f" The score is by {', '.join(f'`{one}`' for one in by)}."
+        return told
 
     @property
     def data(self) -> list[str]:
@@ -131,9 +145,14 @@ def card(
             key, data = made.manifest["key"][:8], ", ".join(made.data)
             lines.append(f"| {made.stage} | `{key}` | {made.origin} | {data} |")
         versions = stages[0].manifest["made_with"]["versions"]
-        lines += ["", f"With {', '.join(f'{library} {number}' for library, number in versions.items())}."]
+        lines += ["", f"With {', '.join(f'{library} {release}' for library, release in versions.items())}."]
         lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
-        lines += [f"| {_called(name)} | {metric(value, name)} |" for name, value in stages[0].figures.items()]
+        lines += [
+            f"| {_called(name)} | {_shown(name, value, stages[0].figures)} |"
+            for name, value in stages[0].figures.items()
+        ]
+        if stage == "ppo":
+            lines += ["", stages[0].measured]
     lines += [
         "",
         "## License",
@@ -168,6 +187,21 @@ def _example(name: str, is_reward: bool, brings_code: bool) -> list[str]:
 
 def _called(name: str) -> str:
     return NAMES.get(name, name.replace("_", " "))
+
+
+def _shown(name: str, value: float, figures: dict[str, float]) -> str:
+    """A figure of a table, with its interval where it is a share of so many prompts."""
+    num = figures.get("num_eval_prompts")
+    interval = f" ({number(num)} prompts, {between(of_share(value, int(num)))})" if num and name in _OF_PROMPTS else ""
+    return metric(value, name) + interval
+
+
+def _model(reference: str) -> str:
+    """What a model is called: a hub id or a function as it is, a folder of this machine by its name."""
+    folder = Path(reference)
+    local = folder.parent.name if folder.name == "model" else folder.name
+    is_function = ":" in reference and "/" not in reference
+    return reference if is_hub_id(reference) or is_function else local
 
 
 def _told(path: str) -> str:

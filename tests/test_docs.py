@@ -1,6 +1,6 @@
 """The documentation says what the program does: pages that the code writes, blocks, names of things, and the site.
 
-Its commands are run in tests/test_docs_commands.py, those of the README in tests/test_end_to_end.py.
+Its commands are run in tests/test_docs_commands.py.
 """
 
 import ast

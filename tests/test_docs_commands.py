@@ -1,7 +1,5 @@
-"""Every `rlhf` command in the blocks of docs/ runs, on tiny models and files that stand in for those that it names.
-
-Those of the README run in tests/test_end_to_end.py.
-"""
+"""Every `rlhf` command in the blocks of the README and of docs/ runs, on tiny models and files that stand in for those
+that it names."""
 
 import csv
 import glob
@@ -31,20 +29,22 @@ SMALL = {
         *("pretrain.num_steps=2", "pretrain.global_batch_size=2", "pretrain.sample_length=4"),
     ),
 }
-"""What makes minutes a second, by recipe."""
+"""What makes minutes a second, by the recipe that a name begins with."""
 STAND_INS = {
     "Qwen/Qwen3-0.6B": "base", "path/to/sft": "base", "path/to/reward": "models/helpful",
     "trl-lib/tldr": "prompts.jsonl", "num_iterations: 1953": "num_iterations: 1",
     "rollout_batch_size: 512": "rollout_batch_size: 4",
-    "max_new_tokens: 53": "max_new_tokens: 8\n  max_prompt_length: 64",
+    "max_new_tokens: 53": "max_new_tokens: 8\n  max_prompt_length: 64", "num_processes=4": "num_processes=2",
 }  # fmt: skip
 """What stands in for models, data and sizes that a page names."""
+LAUNCHED = {"num_processes=2": 2, "accelerate_config=accelerate_config.yaml": 1}
+"""Settings with which stages are launched, in so many processes."""
 PARSED_ALONE = {
     r"run demo_rounds": "tests/test_rounds_end_to_end.py runs it",
     r"run (hh|tldr)": "data and models are on the hub; tests/recipes/test_hub_recipes.py has stand-ins",
     r"estimate": "it takes long; tests/pipeline/test_pipeline_estimate.py runs it",
     r"run my-run.yaml": "tests/test_strangers_path.py runs what init wrote",
-    r"run mine.yaml (num_processes|accelerate_config)=": "tests/test_end_to_end.py does so, as the README has it",
+    r"run mine.yaml accelerate_config=fsdp2": "a CPU has no use for it; tests/stages/test_sharding.py shards",
     r"rank \S+( --target 2)?( --tokens --url \S+)?$": "it serves a page; tests/pipeline/test_rank_cli.py does that",
     r"judge .* --endpoint": "it asks a server; tests/pipeline/test_sample_cli.py has one",
     r"export .* --push-to-hub": "it asks the hub; tests/stages/test_export.py has a stand-in",
@@ -129,12 +129,12 @@ def why_not(words: list[str]) -> str | None:
     return next((pattern for pattern in PARSED_ALONE if re.match(pattern, " ".join(words))), None)
 
 
-PAGES_OF_DOCS = [page for page in PAGES if page.name != "README.md" and commands_of(page)]
-HAVE_RUN = [words for words, _ in commands_of(ROOT / "README.md")]
-"""Commands that need not run once more: the README's, in tests/test_end_to_end.py, and those of earlier pages."""
+README, *OTHERS = (page for page in PAGES if commands_of(page))
+HAVE_RUN: list[list[str]] = []
+"""Commands that need not run once more: those of earlier pages."""
 
 
-@pytest.mark.parametrize("page", PAGES_OF_DOCS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*OTHERS, README], ids=lambda page: page.stem)  # its last ones leave many results
 def test_every_command_of_a_page_runs(home: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     for words, typed in commands_of(page):
@@ -150,14 +150,31 @@ def test_every_command_of_a_page_runs(home: Path, page: Path, monkeypatch: pytes
             continue
         words = [word for part in map(stood_in, words) for word in (glob.glob(part, root_dir=home) or [part])]
         make_room(home, words)
-        small = SMALL.get(words[1], ()) if words[0] in ("run", "plan", "pretrain") else ()
-        small = ("--max-new-tokens", "8") if words[0] == "sample" else small
-        rlhf(*words, *small, cwd=home, typed=f"{typed}\n")
+        small = more(words)
+        before = set(home.glob("runs/mine/ppo-*"))
+        said = rlhf(*words, *small, cwd=home, typed=f"{typed}\n").stderr
+        if page is README:  # a question that is piped in is shown, and how far it is after two seconds
+            assert re.sub(r".* \(\d+\.\d s\)\n", "", said) in ("", f"> {typed}\n")
+        for processes in (LAUNCHED[word] for word in words if word in LAUNCHED):  # and not reused
+            (new,) = set(home.glob("runs/mine/ppo-*")) - before
+            assert json.loads((new / "manifest.json").read_text())["made_with"]["processes"] == processes
+
+
+def more(words: list[str]) -> tuple[str, ...]:
+    """What is added to a command, so that it takes seconds and has something to do."""
+    if words[0] == "sample":
+        return ("--max-new-tokens", "8")
+    if not LAUNCHED.keys().isdisjoint(words):
+        return ("--force", "ppo")
+    if words[0] in ("run", "plan", "pretrain"):
+        return next((small for name, small in SMALL.items() if words[1].startswith(name)), ())
+    return ()
 
 
 def make_room(home: Path, words: list[str]) -> None:
     """Takes away what a command would not write over, which another page made."""
     out = words[2:3] if words[0] == "export" else words[3:4] if words[:2] == ["data", "export"] else []
+    out = [f"{words[1]}.yaml"] if words[0] == "init" else out
     for path in (home / name for name in out):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

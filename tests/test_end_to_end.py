@@ -1,22 +1,18 @@
-"""The whole chain through the command line on a small recipe, and every command that the README shows.
+"""The whole chain through the command line on a small recipe.
 
-The installed command is called in tests/pipeline/test_odd_homes.py.
+The commands that the README shows run in tests/test_docs_commands.py; the installed one is called in
+tests/pipeline/test_odd_homes.py.
 """
 
-import glob
 import json
 import os
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import forking
 import pytest
-
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # The demo with a tenth of a per cent of the work.
 SMALL = [
@@ -41,27 +37,9 @@ def summary(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory in which `rlhf run demo` ran once, small, and with files of a user's own beside it."""
+    """A working directory in which `rlhf run demo` ran once, small."""
     home = tmp_path_factory.mktemp("home")
     rlhf("run", "demo", *SMALL, cwd=home)
-    recipe = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
-    assert recipe is not None
-    base = str(next((home / "runs" / "demo").glob("pretrain-*/model")).relative_to(home))
-    text = recipe.group(1).replace("Qwen/Qwen3-0.6B", base)
-    text = text.replace("sft:\n", "sft:\n  max_length: 96\n  global_batch_size: 4\n")
-    text = text.replace("reward:\n", "reward:\n  max_length: 96\n  global_batch_size: 4\n")
-    text = text.replace(
-        "ppo:\n",
-        "ppo:\n  num_iterations: 2\n  rollout_batch_size: 4\n  max_prompt_length: 64\n  max_new_tokens: 8\n",
-    )
-    (home / "mine.yaml").write_text(text)
-    heroes = ("fox", "cat", "dog", "bear", "duck", "goat", "king", "wolf")
-    write(home / "demonstrations.jsonl", [{"prompt": f"Who is {h}?", "response": f"A {h}."} for h in heroes])
-    write(home / "rankings.jsonl", [
-        {"prompt": f"Who is {h}?", "responses": [f"A {h}.", "No.", "Who?"], "ranks": [1, 2, 2]} for h in heroes
-    ])  # fmt: skip
-    (home / "input.txt").write_text("To be, or not to be: that is the question. " * 30)
-    write(home / "prompts.jsonl", [{"prompt": f"Who is {h}?"} for h in heroes])
     return home
 
 
@@ -122,44 +100,8 @@ def test_a_reward_model_below_its_bar_ends_the_run_before_ppo(home: Path) -> Non
     assert "PPO does not start from it" in report
 
 
-TINY = [
-    f"pretrain.{setting}"
-    for setting in (
-        "hidden_size=16", "num_heads=2", "num_layers=1", "block_size=16", "num_steps=2", "global_batch_size=2",
-        "sample_length=4",
-    )
-]  # fmt: skip
-"""What makes an hour on a GPU a second on a CPU."""
-
-
-def readme_commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("rlhf ")]
-
-
-def test_every_command_of_the_readme_runs(home: Path) -> None:
-    shutil.copy(ROOT / "accelerate_config.yaml", home)
-    commands = [command.replace("num_processes=4", "num_processes=2") for command in readme_commands()]
-    assert len(commands) >= 10
-    processes = []
-    for command in commands:
-        words = [word for part in shlex.split(command)[1:] for word in (glob.glob(part, root_dir=home) or [part])]
-        if words[1].startswith("shakespeare"):
-            words += TINY
-        launched = any(word.startswith(("num_processes=", "accelerate_config=")) for word in words)
-        before = set(home.glob("runs/mine/ppo-*"))
-        said = rlhf(*words, *(["--force", "ppo"] if launched else []), cwd=home, typed="Who is the fox?\n")
-        assert said.stderr in ("", "> Who is the fox?\n")  # a question that is piped in is shown
-        if launched:  # and not reused
-            (new,) = set(home.glob("runs/mine/ppo-*")) - before
-            processes.append(json.loads((new / "manifest.json").read_text())["made_with"]["processes"])
-    assert processes == [2, 1]
-    assert os.path.exists(home / "runs" / "only-sft" / "summary.json")
-
-
 def test_a_stage_of_two_processes_makes_the_figures_of_one(home: Path) -> None:
-    """SFT; the next test but one above starts PPO so, tests/faults/test_ranks.py pretraining."""
+    """SFT; a command of the README starts PPO so, tests/faults/test_ranks.py pretraining."""
     shutil.copytree(home / "runs" / "demo", home / "runs" / "two")
     rlhf("run", "demo", *SMALL, "num_processes=2", "--force", "sft", "--to", "sft", "--run-dir", "runs/two", cwd=home)
     one, two = (summary(home / "runs" / name)["sft"] for name in ("demo", "two"))

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report.charts import CHARTS, in_words, line_name
 from rlhf.pipeline.report.drawing import SERIES, draw_lines
@@ -35,11 +33,26 @@ class Comparison:
         self.stages = [stage for stage in TITLES if any(stage in run.stages for run in self.runs)]
 
     def settings(self) -> list[tuple[str, list[str]]]:
-        """(dotted name, a value for each run) of what differs: settings, contents of data, versions, processes."""
-        found = [_settings(run) for run in self.runs]
-        every = dict.fromkeys(name for settings in found for name in settings)
-        rows = [(name, [_text(settings.get(name, _MISSING)) for settings in found]) for name in every]
-        return [(name, values) for name, values in rows if len(set(values)) > 1]
+        """(dotted name, a value for each run) of what differs: stages, settings, contents of data, versions, processes.
+
+        A run is not asked for the settings of a stage that it does not have, nor for what only a finished one knows.
+        """
+        by_recipe = all(run.recipe is not None for run in self.runs)
+        there = {stage: [stage in run.stages for run in self.runs] for stage in self.stages}
+        rows = [
+            (f"stage {stage}", ["there" if is_there else "no such stage" for is_there in found])
+            for stage, found in there.items()
+            if not all(found)
+        ]
+        asked_for = [_asked_for(run, by_recipe) for run in self.runs]
+        made_with = [_made_with(run) for run in self.runs]
+        for found, finished in ((asked_for, not by_recipe), (made_with, True)):
+            for stage, name in dict.fromkeys(key for values in found for key in values):
+                texts = [_text(values.get((stage, name), _MISSING)) for values in found]
+                known = [_knows(run, stage, finished) for run in self.runs]
+                if len({text for text, is_known in zip(texts, known, strict=True) if is_known}) > 1:
+                    rows.append((name, texts))
+        return rows
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
         """By stage a line for each final metric that is a number: `name`, `values`, `differences`, `main`."""
@@ -85,6 +98,12 @@ class Comparison:
         templates.filters["signed"] = signed
         return templates.get_template("comparison.html.jinja").render(
             names=self.names,
+            faults=[
+                (name, fault)
+                for name, run in zip(self.names, self.runs, strict=True)
+                for fault in run.faults
+                if not fault.is_usual
+            ],
             times=[duration(run.seconds) for run in self.runs],
             settings=self.settings(),
             equality=self.equality(),
@@ -161,22 +180,33 @@ def names(folders: Sequence[Path]) -> list[str]:
 _MISSING = object()
 
 
-def _settings(run: Run) -> dict[str, Any]:
-    """Dotted names and values of what went into a run."""
-    found: dict[str, Any] = {}
-    if run.recipe is not None:
-        found |= _flat(OmegaConf.to_container(OmegaConf.create(run.recipe)))
-    else:
-        for name, stage in run.stages.items():
-            found |= _flat(stage.manifest.get("settings", {}), f"{name}.")
-    for name, stage in run.stages.items():
-        made = stage.manifest.get("made_with", {})
-        found |= {
-            f"{name}.{source}, contents": digest[:12] for source, digest in stage.manifest.get("data", {}).items()
-        }
-        found |= {f"version of {library}": version for library, version in made.get("versions", {}).items()}
-        found |= {"commit": made.get("commit"), f"{name}, processes": made.get("processes")} if made else {}
+Named = dict[tuple[str | None, str], Any]
+"""Values by stage, where they are one's, and dotted name."""
+
+
+def _asked_for(run: Run, by_recipe: bool) -> Named:
+    """The settings of a run, by its recipe or by what its stages say."""
+    settings = run.settings if by_recipe else {s.name: s.manifest.get("settings", {}) for s in run.stages.values()}
+    parts = [(name if name in TITLES else None, _flat(part, f"{name}.")) for name, part in settings.items()]
+    return {(stage, name): value for stage, part in parts for name, value in part.items()}
+
+
+def _made_with(run: Run) -> Named:
+    """What went into the finished stages of a run beside their settings."""
+    found: Named = {}
+    for stage in run.stages.values():
+        made, data = stage.manifest.get("made_with", {}), stage.manifest.get("data", {})
+        found |= {(stage.name, f"{stage.name}.{source}, contents"): digest[:12] for source, digest in data.items()}
+        found |= {(None, f"version of {library}"): version for library, version in made.get("versions", {}).items()}
+        if made:
+            found[None, "commit"] = made.get("commit")
+            found[stage.name, f"{stage.name}, processes"] = made.get("processes")
     return found
+
+
+def _knows(run: Run, stage: str | None, finished: bool) -> bool:
+    """Whether a run can say something of a stage, or of a `finished` one; None is no stage's."""
+    return stage is None or (stage in run.stages and (not finished or bool(run.stages[stage].manifest)))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -192,7 +222,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def _text(value: Any) -> str:
     if value is _MISSING:
         return "–"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _short(value: str) -> str:

@@ -37,7 +37,7 @@ def _corpus_source(part: dict[str, Any]) -> dict[str, Any]:
     """One of pretraining's, whose documents are counted apart from the rows that hold them."""
     unusable = part.get("unusable_rows", {})
     left_out = unusable | {reason: found for reason, found in part.get("left_out", {}).items() if found}
-    gone = sum(found for found in left_out.values() if isinstance(found, int))
+    gone = sum(left_out.values())
     kept = part["documents"]
     return {
         "name": part["name"], "path": part["path"], "kept": kept, "of": kept + gone, "left_out": left_out,
@@ -181,6 +181,7 @@ def commands(run: Run, stage: Stage) -> list[tuple[str, str]]:
 def last_model(run: Run) -> str | None:
     """Path of the last finished language model."""
     for name in ("ppo", "sft", "pretrain"):
-        if name in run.stages and run.stages[name].done and (model := run.stages[name].entry.get("model")):
+        stage = run.stages.get(name)
+        if stage and stage.done and not stage.missing and (model := stage.entry.get("model")):
             return str(Path(run.name) / model)
     return None

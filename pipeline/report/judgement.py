@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.pipeline.report import verdicts
-from rlhf.pipeline.report.figures import of_share
 from rlhf.pipeline.report.ppo_verdict import STAGES_OWN, ppo
 from rlhf.pipeline.report.run import Run, Stage
 from rlhf.pipeline.report.verdicts import Verdict
-from rlhf.stages.metric_names import NAMES, number
+from rlhf.stages.metric_names import NAMES, number, of_share
 
 SIGNS = {"good": "✓", "bad": "✗", "doubtful": "!", "open": "?"}
 """By the tone of a verdict."""
@@ -18,7 +17,9 @@ def judge_run(run: Run) -> dict[str, Verdict]:
     """A verdict for each stage, in the order of stages."""
     found: dict[str, Verdict] = {}
     for name, stage in run.stages.items():
-        if not stage.done:
+        if stage.missing:
+            found[name] = verdicts.missing(stage.title, stage.missing)
+        elif not stage.done:
             step, steps = stage.entry.get("step"), stage.entry.get("steps")
             found[name] = verdicts.unfinished(stage.title, stage.status, stage.message, step, steps)
         elif name == "pretrain":

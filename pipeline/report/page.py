@@ -1,10 +1,10 @@
 """report.html: one file that shows what every stage brought; `rlhf run` and `rlhf report` write it."""
 
-import json
 import math
 import re
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -23,21 +23,21 @@ from rlhf.pipeline.report.drawing import (
     draw_variants,
 )
 from rlhf.pipeline.report.evaluation import evaluation, frontier
+from rlhf.pipeline.report.files import Fault
 from rlhf.pipeline.report.gallery import clip, gallery
 from rlhf.pipeline.report.judgement import SIGNS, changes, judge_run
 from rlhf.pipeline.report.run import MODELS, TITLES, Run, Stage, read_run
 from rlhf.pipeline.report.verdicts import outcome
 from rlhf.pipeline.scaling import PowerLaw
 from rlhf.pipeline.summary import duration
-from rlhf.pipeline.sweep import read_sweep, table
-from rlhf.stages.artifact import Artifact
+from rlhf.pipeline.sweep import table
 from rlhf.stages.disk import replace_text
 from rlhf.stages.metric_names import metric, number, share
 
 MAX_TEXTS = 30
 """What a base model writes over time, and pairs that a reward model is wrong about, at most."""
 MAX_CHARACTERS = 1000
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 PURPOSES = {
     "pretrain": "A decoder learns to continue raw text.",
     "sft": "It learns to answer, from prompts with good responses.",
@@ -45,8 +45,17 @@ PURPOSES = {
     "reward": "A second model learns from ranked answers which are preferred: one score per response.",
     "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
 }
+PARTS = ("stages", "curves", "card", "evaluation", "answers", "sweep", "made")
+"""Of the page, each of which says what it does without."""
+WEIGHED = ("metrics.jsonl", "card.json")
+"""Files that a verdict rests on."""
 BY_LENGTH = ["better answer longer", "about equal", "better answer shorter"]
 LAWS = [("N", "parameters"), ("D", "tokens"), ("C", "compute")]
+OF_CARD = (
+    "accuracy", "prompt_accuracy", "longer_wins_accuracy", "ece", "temperature", "ece_after_temperature", "chosen_mean",
+    "rejected_mean",
+)  # fmt: skip
+"""Final metrics of the reward stage that stand in its report card."""
 
 
 def render(run_dir: str | Path, price_per_hour: float | None = None) -> Path:
@@ -76,12 +85,29 @@ def write(path: Path, html: str) -> None:
         raise SettingsError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
+def refuse_unwritable(path: Path, option: str = "") -> None:
+    """Raise SettingsError where a page cannot be written, before there is work in it; `option` named the path."""
+    where = f"{option} {path}".strip()
+    cure = "name a file in a folder that is there and can be written to" if option else "make room for the page there"
+    try:
+        if path.is_dir():
+            raise SettingsError(
+                f"{where}: is a folder, and a page is a file; {'name one in it' if option else 'move it'}"
+            )
+        if path.exists() and not path.is_file():
+            raise SettingsError(f"{where}: is a device or a pipe, and a page is a file; {cure}")
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise SettingsError(f"{where}: cannot be written: {error.strerror or error}; {cure}") from None
+
+
 def page(run: Run, price_per_hour: float | None = None) -> str:
     """The report as HTML."""
     verdicts = judge_run(run)
-    stages = [_stage(stage) for stage in run.stages.values()]
+    stages = [_stage(stage, run.faults) for stage in run.stages.values()]
     findings = run.metrics("ppo").get("findings") or []
-    unfinished = next((name for name, stage in run.stages.items() if not stage.done), None)
+    unfinished = next((name for name, stage in run.stages.items() if not stage.done or stage.missing), None)
     return (
         environment()
         .get_template("report.html.jinja")
@@ -92,15 +118,14 @@ def page(run: Run, price_per_hour: float | None = None) -> str:
             verdicts=verdicts,
             diagnoses=[(TITLES[stage], *found) for stage, *found in diagnose(verdicts, findings)],
             stages=stages,
+            faults={part: [fault for fault in run.faults if fault.part == part] for part in PARTS},
             tiles=[change for stage in stages for change in stage["changes"][:1]],
             rounds=_rounds(run.rounds),
             evaluation=evaluation(run),
             frontier=frontier(run),
             gallery=gallery(run.answers, MODELS),
-            texts_of_base=[row for row in run.stages["pretrain"].samples if "text" in row][-MAX_TEXTS:][::-1]
-            if "pretrain" in run.stages
-            else [],
-            sweep=_sweep(run.folder),
+            texts_of_base=run.stages["pretrain"].samples[-MAX_TEXTS:][::-1] if "pretrain" in run.stages else [],
+            sweep=_sweep(run.sweep),
             data=[(stage, found) for stage in run.stages.values() if (found := facts.data(stage))],
             costs=facts.costs(run, price_per_hour),
             priced=price_per_hour is not None,
@@ -128,13 +153,13 @@ def marked(text: str) -> Markup:
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _stage(stage: Stage) -> dict[str, Any]:
+def _stage(stage: Stage, faults: list[Fault]) -> dict[str, Any]:
     """What the page shows of one stage beside its figures."""
     curves = {name: line for name, line in stage.curves.items() if not facts.is_of_phases(name)}
     return {
         "stage": stage,
         "purpose": PURPOSES[stage.name],
-        "warnings": _warnings(stage.metrics),
+        "warnings": _warnings(stage, faults),
         "changes": changes(stage),
         "card": _card(stage),
         "phases": facts.phases(stage.rows),
@@ -175,28 +200,32 @@ def _gain(before: float | None, after: float | None) -> str:
     return number(None) if before is None or after is None else f"{after - before:+.3f}"
 
 
-def _warnings(metrics: dict[str, Any]) -> list[str]:
-    """What the final metrics say against a stage, in sentences."""
+def _warnings(stage: Stage, faults: list[Fault]) -> list[str]:
+    """What the final metrics say against a stage, and what its verdict does without, in sentences."""
     found = []
-    if findings := metrics.get("findings"):
+    if findings := stage.metrics.get("findings"):
         named = ", ".join(name.replace("_", " ") for name in findings)
         found.append(f"Not healthy at the end: {named}.")
-    if failed := metrics.get("gates_failed"):
+    if failed := stage.metrics.get("gates_failed"):
         found.append(f"PPO does not start from it: {'; '.join(failed)}.")
+    files = [Path(fault.file) for fault in faults if not fault.is_usual]
+    if without := [file.name for file in files if file.parent.name == stage.folder and file.name in WEIGHED]:
+        found.append(
+            f"The verdict does without {' and '.join(without)}, which cannot be read whole; the reason is below."
+        )
     return found
 
 
 def _card(stage: Stage) -> dict[str, Any] | None:
     """The report card of a reward model with its drawings; None for a stage that has none, or not yet."""
     card = stage.card
-    if card is None or stage.artifact is None:
+    if card is None:
         return None
-    worst = stage.artifact.folder / "worst_pairs.jsonl"
     groups = {"length": _every_length(card["by_length"]), "margin": card["by_margin"], "source": card["by_source"]}
+    figures = stage.metrics | stage.manifest.get("metrics", {})
     return card | {
-        "figures": stage.manifest["metrics"],
+        "figures": {name: figures.get(name) for name in OF_CARD},
         "groups": {title: found for title, found in groups.items() if found},
-        "worst": [json.loads(line) for line in worst.read_text(encoding="utf-8").splitlines()],
         "reliability_svg": draw_reliability(card),
         "histogram_svg": draw_histogram(card),
     }
@@ -208,15 +237,13 @@ def _every_length(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found.get(name, {"name": name, "pairs": 0, "accuracy": None}) for name in BY_LENGTH] if groups else []
 
 
-def _sweep(run_dir: Path) -> dict[str, Any] | None:
+def _sweep(found: dict[str, Any] | None) -> dict[str, Any] | None:
     """The table of the run's last sweep with its drawings; None where there was none."""
-    found = read_sweep(run_dir)
-    rows = found["rows"]
-    if not rows:
+    if found is None:
         return None
+    rows = found["rows"]
     finished = sorted((row for row in rows if row["val_loss"] is not None), key=lambda row: row["val_loss"])
-    curves = [(row["name"], _val_losses(Artifact(run_dir / row["folder"])), row["val_loss"]) for row in finished]
-    curves = [curve for curve in curves if curve[1]]
+    curves = [(row["name"], row["losses"], row["val_loss"]) for row in finished if row["losses"]]
     return {
         "rows": rows,
         "table": table(rows),
@@ -227,11 +254,6 @@ def _sweep(run_dir: Path) -> dict[str, Any] | None:
         "curves_svg": draw_variants([line for _, line, _ in curves], 0, len(curves) - 1) if curves else None,
         "laws": [_law(symbol, name, found["scaling"][name]) for symbol, name in LAWS if found["scaling"]],
     }
-
-
-def _val_losses(artifact: Artifact) -> list[tuple[float, float]]:
-    losses = {row["step"]: row["val_loss"] for row in artifact.metrics if math.isfinite(row.get("val_loss", math.nan))}
-    return sorted(losses.items())
 
 
 def _law(symbol: str, name: str, part: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.pipeline.report.curves import Line, start_and_end
-from rlhf.pipeline.report.figures import Interval, between, of_share, rank_correlation
+from rlhf.pipeline.report.figures import Interval, rank_correlation
 from rlhf.pipeline.report.verdicts import A_TENTH, Verdict
-from rlhf.stages.metric_names import number, share
+from rlhf.stages.metric_names import between, number, of_share, share
 
 NO_KL = 0.02
 """Nats per response. By Pinsker's inequality policy and SFT then give the same answer in nine of ten cases at least."""

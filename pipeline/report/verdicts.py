@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf.pipeline.report.curves import Line, start_and_end
-from rlhf.pipeline.report.figures import between, of_share
-from rlhf.stages.metric_names import number, share
+from rlhf.stages.metric_names import between, number, of_share, share
 
 SAME_LOSS = 0.01
 """Nats per token: another seed moves a held-out loss by as much, so less is no change."""
@@ -49,6 +48,11 @@ def unfinished(title: str, status: str, message: str | None, step: int | None = 
     why = f": {message}" if message else ""
     tone: Tone = "bad" if status == "failed" else "open"
     return Verdict(status, tone, f"{title} is {status}{far}, so there is no result yet{why}.".replace("..", "."))
+
+
+def missing(title: str, message: str) -> Verdict:
+    """Of a stage whose folder is not in the run any more; the message says how to get it back."""
+    return Verdict("missing", "open", f"{title} is finished, but not here, so it is not judged: {message}.")
 
 
 def pretrain(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> Verdict:

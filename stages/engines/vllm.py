@@ -9,6 +9,7 @@ how to start one.
 
 import math
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -59,12 +60,13 @@ class VLLMEngine:
         """
         self.processes, self.vocab_size, self.folder = processes, vocab_size, folder.resolve()
         self.cure = (
-            f"start it with `VLLM_SERVER_DEV_MODE=1 vllm serve {model} --generation-config vllm "
+            f"start it with `VLLM_SERVER_DEV_MODE=1 vllm serve {shlex.quote(model)} --generation-config vllm "
             f"--logprobs-mode processed_logprobs --max-model-len {max_length}` in an environment of its own "
             "(docs/rollouts.md)"
         )
         try:
-            self.server = Endpoint(server_url, "VLLM_API_KEY", timeout, self.cure)  # the server's own variable
+            key_variable = "VLLM_API_KEY"  # the server's own
+            self.server = Endpoint(server_url, key_variable, timeout, self.cure, "ppo.rollout.timeout")
             self.name, self.dtype = self._from_main(lambda: self._look(max_length))
         except (EndpointError, ValueError) as error:
             raise RefusedError(f"ppo.rollout.server_url: {error}") from error

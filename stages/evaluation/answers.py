@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.collate import pad_left
 from rlhf.data.rows import Prompt
 from rlhf.stages.engines import Engine
+from rlhf.stages.evaluation.records import EvaluationFailed
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import PolicyModel, load_policy
 from rlhf.stages.ppo.config import PPOSettings
@@ -78,7 +79,8 @@ def answers(
     stream: int = 0,
 ) -> list[list[Answer]]:
     """`num_samples` answers to each prompt, from a random stream that is the same for every model; another `stream`
-    gives others. `say` is told how many there are. The global random stream is left as it was.
+    gives others. `say` is told how many there are. The global random stream is left as it was. Raises EvaluationFailed
+    where a reward fails.
     """
     device = speaker.model.device
     rows = [prompt for prompt in range(len(asked.prompts)) for _ in range(num_samples)]
@@ -113,7 +115,10 @@ def _answers(
     if rewards is not None:
         told = [asked.prompts[row] for row in rows]
         episodes = Episodes(ids, attended, mask, ended, told, texts, law.microbatch_tokens or TOKENS_AT_ONCE)
-        scores = [*rewards(episodes, law.microbatch_size)[0].tolist()]
+        try:
+            scores = [*rewards(episodes, law.microbatch_size)[0].tolist()]
+        except ValueError as error:  # of a function, or a score that is no finite number
+            raise EvaluationFailed(str(error)) from error
     return [Answer(*values) for values in zip(texts, mask.sum(-1).tolist(), ended.tolist(), kl, scores, strict=True)]
 
 

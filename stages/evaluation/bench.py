@@ -18,7 +18,7 @@ from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.judges import judging
 from rlhf.stages.evaluation.records import read_answers, read_figures, short_hash
 from rlhf.stages.evaluation.statistics import Floats
-from rlhf.stages.evaluation.subjects import Subject, in_run
+from rlhf.stages.evaluation.subjects import Subject, ppo_settings, reward_models
 from rlhf.stages.models import load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
@@ -48,7 +48,7 @@ class Bench:
         self.say("reading held-out data")
         self._read()
         if self.judging is not None and self.questions is not None:
-            self.say(f"asking the judge {self.judging.name}")
+            self.say(f"asking the judge {self.judging.who}")
             self.judging.probe(prompt_text(self.questions.prompts[0].messages))
         self._read_earlier()
 
@@ -56,7 +56,7 @@ class Bench:
         made = {subject.stage: subject.made_by.folder for subject in self.subjects.values() if subject.made_by}
         self.of_text = read_settings(made["pretrain"], PretrainSettings) if "pretrain" in made else None
         of_sft = read_settings(made["sft"], SFTSettings) if "sft" in made else None
-        of_ppo = read_settings(made["ppo"], PPOSettings) if "ppo" in made else None
+        of_ppo = ppo_settings(made["ppo"], self.run_dir) if "ppo" in made else None
         self.blocks: Tensor | None = None
         self.rows: list[Encoded] = []
         self.questions: Questions | None = None
@@ -69,7 +69,7 @@ class Bench:
         if of_sft is not None:
             self.rows = held_out.encoded_examples(self.tokenizer, rows, of_sft.max_length, self.asked.num_tokens)
         if of_ppo is not None:
-            self._ask(self._moved(of_ppo), held_out.prompts(of_ppo), cut=False)
+            self._ask(of_ppo, held_out.prompts(of_ppo), cut=False)
         elif of_sft is not None:
             self._ask(self._without_ppo(of_sft), held_out.prompts_of(rows), cut=True)
 
@@ -77,20 +77,12 @@ class Bench:
         """Prompts are answered, and answers scored, as `law` says."""
         fitting = held_out.encoded_prompts(self.tokenizer, prompts, law.max_prompt_length, self.asked.num_prompts, cut)
         self.questions = Questions(*fitting, law, self.tokenizer)
-        models = [model for model in (law.reward_model, *(spec.model for spec in law.rewards)) if model is not None]
+        models = reward_models(law)
         functions = [spec.function for spec in law.rewards if spec.function is not None]
         self.reward_name = " + ".join([*(Subject(model).name for model in models), *functions]) or None
         mixed_by = [[spec.weight for spec in law.rewards], law.ensemble, law.ensemble_penalty]
         digests = [model_digest(model, "evaluation") for model in models], [*map(code_digest, functions)]
         self.scored_by = [*digests, mixed_by]
-
-    def _moved(self, law: PPOSettings) -> PPOSettings:
-        """With the reward models where they are now."""
-        specs = [spec.model_copy(update={"model": self._here(spec.model)}) for spec in law.rewards]
-        return law.model_copy(update={"reward_model": self._here(law.reward_model), "rewards": specs})
-
-    def _here(self, reference: str | None) -> str | None:
-        return reference and in_run(reference, self.run_dir)
 
     def _without_ppo(self, of_sft: SFTSettings) -> PPOSettings:
         """How a run is asked that has no ppo, or none yet."""
@@ -192,7 +184,7 @@ class Bench:
         """1 where an answer of `one` is better than that of `other` by a judge who compares, 0.5 for a tie [P,m]."""
         assert self.judging is not None
         assert self.questions is not None
-        compares = f"{self.judging.name} compares {one} and {other}"
+        compares = f"{self.judging.who} compares {one} and {other}"
         given = self.questions.prompts, ours, theirs
         return np.array(self.judging.wins(*given, lambda text: self.say(f"{compares}: {text}")))
 

@@ -28,7 +28,10 @@ def text(
     """
     from rlhf.stages.pretrain.corpus import held_out_blocks
 
-    blocks = held_out_blocks(folder, settings, tokenizer, make)
+    try:
+        blocks = held_out_blocks(folder, settings, tokenizer, make)
+    except PermissionError as error:
+        raise DataError(f"{error.filename}: may not be read; change its mode") from None
     if blocks is None:
         return None
     number = min(len(blocks), max(num_tokens // blocks.length, 1))

@@ -21,8 +21,10 @@ BESIDE = "evaluation"
 class Judging:
     """Either kind."""
 
-    def __init__(self, name: str, model: ModelJudge | None = None) -> None:
+    def __init__(self, name: str, model: ModelJudge | None = None, at: str = "") -> None:
         self.name, self._model = name, model
+        self.who = f"{name} at {at}" if at else name
+        """Its name, and of a model the address where it is asked."""
 
     @property
     def compares(self) -> bool:
@@ -94,4 +96,4 @@ def judging(asked: EvaluationSettings, run_dir: Path) -> Judging | None:
         return None
     served = asked.judge_from
     model = model_judge(run_dir / BESIDE, served.url, served.model, served.key_variable)
-    return Judging(model.name, model)
+    return Judging(model.name, model, served.url)

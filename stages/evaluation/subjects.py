@@ -1,17 +1,15 @@
-"""Which models of a run are evaluated. No torch."""
+"""Which models of a run are evaluated, and whether they are whole. No torch."""
 
 import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from rlhf.data.errors import SettingsError
-from rlhf.stages.artifact import Artifact, model_digest
+from rlhf.stages.artifact import Artifact, model_digest, read_settings, settings_in
 from rlhf.stages.evaluation.records import NAMES, read_figures
+from rlhf.stages.ppo.config import PPOSettings
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,24 @@ class Subject:
     def digest(self) -> str:
         return model_digest(self.reference, "evaluation")
 
-    def started_from(self, run_dir: Path) -> "Subject | None":
-        """The model that its stage started from, None where there was none. Raises SettingsError as `in_run` does."""
-        if self.made_by is None:
-            return None
-        settings: Any = OmegaConf.load(self.made_by.folder / "settings.yaml")
-        model = settings.get("model")
-        return Subject(in_run(model, run_dir)) if model else None
+    def started_from(self, run_dir: Path) -> "Subject":
+        """The model that its stage, sft or ppo, started from. Raises SettingsError as `in_run` does."""
+        assert self.made_by is not None
+        folder = self.made_by.folder
+        model = settings_in(folder).get("model")
+        if not isinstance(model, str):
+            raise SettingsError(f"{folder / 'settings.yaml'}: names no model to start from; put it back as it was")
+        return Subject(in_run(model, run_dir))
+
+    def refuse_damage(self) -> None:
+        """Raise SettingsError, with the cure, where its files are not all there, or not as its stage sealed them."""
+        if self.made_by is not None:
+            self.made_by.refuse_damage(hashes=False, below="model/")
+        elif Path(self.reference).is_dir() and self.digest and not any(Path(self.reference).glob("*.safetensors")):
+            raise SettingsError(
+                f"{self.reference}: holds no weights (*.safetensors); restore them, or write it anew with "
+                "save_pretrained"
+            )
 
 
 def in_run(reference: str, run_dir: Path) -> str:
@@ -84,7 +93,7 @@ def _own_folders(run_dir: Path) -> set[str]:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = [entry for stages in (content["stages"], *content.get("rounds", [])) for entry in stages.values()]
         return {entry["folder"] for entry in entries if entry["status"] == "done" and entry["folder"]}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"{path}: not a summary of a run ({error}); delete it and run again") from None
 
 
@@ -107,6 +116,33 @@ def find_subjects(run_dir: Path, done: Mapping[str, Path]) -> dict[str, Subject]
     if subject:
         found["base"] = subject
     return {name: found[name] for name in NAMES if name in found}
+
+
+def ppo_settings(folder: Path, run_dir: Path) -> PPOSettings:
+    """Those of a ppo stage, with the reward models where they are now. Raises SettingsError as `in_run` does."""
+    settings = read_settings(folder, PPOSettings)
+    specs = [spec.model_copy(update={"model": spec.model and in_run(spec.model, run_dir)}) for spec in settings.rewards]
+    model = settings.reward_model and in_run(settings.reward_model, run_dir)
+    return settings.model_copy(update={"reward_model": model, "rewards": specs})
+
+
+def reward_models(settings: PPOSettings) -> list[str]:
+    """The models that score answers."""
+    return [model for model in (settings.reward_model, *(spec.model for spec in settings.rewards)) if model is not None]
+
+
+def refuse_damage(run_dir: Path, done: Mapping[str, Path]) -> None:
+    """Raise SettingsError, with the cure, where something that an evaluation of these stages opens is not there, or not
+    as it was sealed. No model is loaded for that."""
+    subjects = find_subjects(run_dir, done)
+    for subject in subjects.values():
+        if subject.made_by is not None:
+            subject.made_by.refuse_damage(hashes=False, below="settings.yaml")
+    scorers = [str(done["reward"].absolute() / "model")] if "sft" in subjects and "reward" in done else []
+    if "ppo" in subjects:
+        scorers = reward_models(ppo_settings(done["ppo"], run_dir))
+    for model in [*subjects.values(), *map(Subject, scorers)]:
+        model.refuse_damage()
 
 
 def is_current(run_dir: Path, done: Mapping[str, Path]) -> bool:

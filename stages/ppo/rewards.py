@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.data.errors import DataError, SettingsError
+from rlhf.data.errors import DataError, SettingsError, is_stop, named_error
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.sources import load_function
 from rlhf.data.tokens import encode_prompt
@@ -41,9 +41,11 @@ class FunctionReward:
         num = len(episodes.responses)
         try:
             values = self._ask(episodes, range(num))
-        except Exception as error:
+        except BaseException as error:  # whatever it raises, SystemExit too
+            if is_stop(error):
+                raise
             where = self._guilty_row(episodes)
-            raise ValueError(f"reward {self.function}: raised {type(error).__name__}: {error} ({where})") from error
+            raise ValueError(f"reward {self.function}: raised {named_error(error)} ({where})") from error
         if len(values) != num:
             where = self._guilty_row(episodes)
             raise ValueError(f"reward {self.function}: returned {len(values)} for {num} responses ({where})")
@@ -69,8 +71,9 @@ class FunctionReward:
             try:
                 if len(self._ask(episodes, range(row, row + 1))) == 1:
                     continue
-            except Exception:
-                pass
+            except BaseException as error:
+                if is_stop(error):
+                    raise
             return episodes.row(row)
         return f"no single row fails alone; the first is {episodes.row(0)}"
 

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.stages.disk import swap_folder
+from rlhf.stages.metric_names import NAMES, number
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.evaluate import Answer, Evaluator, comparison, write_gallery
@@ -68,13 +69,13 @@ def over_optimised(evaluations: list[dict[str, Any]], kl_budget: float) -> str |
     """Why a run went too far, in words, or None: KL over its budget, or quality falling while the score rose."""
     last = evaluations[-1]
     if last["kl"] > kl_budget:
-        return f"the KL ended at {last['kl']:.1f} nats per response, over kl_budget {kl_budget:g}"
+        return f"the KL ended at {number(last['kl'])} nats per response, over kl_budget {kl_budget:g}"
     judged = [e for e in evaluations if "true_quality" in e]
     best = max(judged, key=lambda e: e["true_quality"], default=None)
     if best and last["true_quality"] < best["true_quality"] - QUALITY_DROP and last["score"] > best["score"]:
         return (
-            f"from iteration {best['step']} to {last['step']} the score rose from {best['score']:.2f} to "
-            f"{last['score']:.2f} while the true quality fell from {best['true_quality']:.2f} to "
-            f"{last['true_quality']:.2f}"
+            f"from iteration {best['step']} to {last['step']} the score rose from {number(best['score'])} to "
+            f"{number(last['score'])} while the {NAMES['true_quality']} fell from {number(best['true_quality'])} to "
+            f"{number(last['true_quality'])}"
         )
     return None

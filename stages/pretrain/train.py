@@ -55,9 +55,11 @@ def train(folder: str | Path) -> dict[str, Any]:
         compile_layers(model)
     loss_of = run.spread(NextTokenLoss(model, compiled and not run.sharding))
     loss_of, *optimizers = run.accelerator.prepare(loss_of, *make_optimizers(model, settings))
+    held_out = corpus.eval_rows
     run.say(
         f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, {corpus.rows.num_tokens:,} training "
-        f"tokens, {corpus.eval_rows.num_tokens:,} held out; {run.precision} on {run.device_name}"
+        f"tokens, {held_out.num_tokens:,} held out (measured on {len(held_out):,} whole blocks of {held_out.length:,})"
+        f"; {run.precision} on {run.device_name}"
     )
     run.seed(per_process=True)  # dropout differs between processes
     step, health = run.resume(), Health(settings, run.state)

@@ -2,7 +2,6 @@
 
 import http.client
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import randrange
 from time import monotonic, sleep
 from typing import TypeVar
 
@@ -45,20 +45,28 @@ class Server:
     """`rlhf rank` in a process of its own, on one port however often it is started."""
 
     def __init__(self, store: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
         self._store = store
         self._said = store.with_name("said")
-        self.start()
+        # Of one from 32768 on Linux could make the near end of a rater's connection while the server is down.
+        self.port = randrange(20_000, 32_000)
+        while not self._opens():
+            assert "--port 0 takes a free one" in self.said, self.said
+            self._said.unlink()
+            self.port = randrange(20_000, 32_000)
 
     def start(self) -> None:
+        assert self._opens(), self.said
+
+    def _opens(self) -> bool:
+        """Start it; whether it has its port."""
         words = [sys.executable, "-c", RANK, "rank", str(self._store), "--port", str(self.port)]
         with self._said.open("ab") as said:
             self._process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=said, text=True)
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert "is open" in line, self._said.read_text()
+        is_open = "is open" in self._process.stdout.readline()
+        if not is_open:
+            self._process.communicate()
+        return is_open
 
     def end(self, number: int) -> int:
         self._process.send_signal(number)

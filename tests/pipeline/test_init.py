@@ -11,6 +11,7 @@ from pipeline_world import write_rows
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline import init as init_module
+from rlhf.pipeline import text_files
 from rlhf.pipeline.recipe import Recipe, load_recipe
 
 Call = Callable[..., tuple[int, str, str]]
@@ -217,6 +218,16 @@ def test_without_a_data_file_it_says_what_would_be_one_and_where_some_may_lie(he
     assert recipe().stages == ["sft"]
     rlhf("init", "other", "texts", "notes.md", "demos.jsonl")
     assert load_recipe("other.yaml").stages == ["pretrain", "sft"]
+
+
+def test_commands_to_copy_bear_names_with_spaces(here: Path, rlhf: Call) -> None:
+    assert "or hub ids: rlhf init 'my run' FILES …" in rlhf("init", "my run")[2]
+    Path("some texts").mkdir()
+    Path("some texts/a.txt").write_text(TEXT)
+    assert "rlhf init my-run 'some texts'" in rlhf("init", "some texts")[2]
+    assert "rlhf init 'my run' 'some texts' …" in rlhf("init", "my run")[2]
+    out = rlhf("init", "my run", "some texts")[1]
+    assert out.splitlines()[-1] == "next: rlhf estimate 'my run.yaml' (memory and time), then rlhf run 'my run.yaml'"
 
 
 def test_nothing_is_written_over(here: Path, rlhf: Call) -> None:
@@ -462,6 +473,37 @@ def test_a_text_with_some_questions_is_raw_text(here: Path, rlhf: Call) -> None:
     Path("play.txt").write_text(f"Who is there?\n{TEXT}\nNay, answer me.\nStand!\n")
     assert rlhf("init", "mine")[0] == 0
     assert recipe().stages == ["pretrain"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_of_a_long_text_the_beginning_alone_is_read(
+    here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setattr(text_files, "LONG", 20_000)
+    monkeypatch.setattr(init_module, "recognise", lambda *_: pytest.fail("it was read whole"))
+    Path("texts").mkdir()
+    for name in ("one.txt", "two.txt"):
+        Path("texts", name).write_text("Ein Bär brüllt. " * 2000, encoding=encoding)
+    assert rlhf("init", "mine", "texts/one.txt")[0] == 0
+    found = init_module.sort_files(["texts/one.txt"], lambda _: None, {}).train["text"]
+    assert [(path, one.rows, one.length) for path, one in found] == [
+        ("texts/one.txt", 1, pytest.approx(32_000, rel=1e-3))
+    ]
+    found = init_module.sort_files(["texts"], lambda _: None, {}).train["text"]
+    assert [(path, one.rows, one.length) for path, one in found] == [("texts", 2, pytest.approx(64_000, rel=1e-3))]
+    Path("asked.txt").write_text("Who is it?\n" * 3000, encoding=encoding)
+    assert "asked.txt: looks like prompts" in rlhf("init", "other", "asked.txt")[2]
+
+
+@pytest.mark.parametrize(
+    ("beginning", "told"), [(b"caf\xe9", "byte 3 is not UTF-8"), (b"\0", "it is not text (byte 0 is zero)")]
+)
+def test_a_long_file_that_is_no_text_is_told_of(
+    here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch, beginning: bytes, told: str
+) -> None:
+    monkeypatch.setattr(text_files, "LONG", 1000)
+    Path("long.txt").write_bytes(beginning + TEXT.encode())
+    assert f"long.txt: {told}" in rlhf("init", "mine", "long.txt")[2]
 
 
 def test_a_table_of_one_answer_a_row_is_named_in_the_recipe(here: Path, rlhf: Call) -> None:

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 from pipeline_world import FakeStages, contents
@@ -85,6 +84,23 @@ def test_status_marks_an_over_optimised_run(world: Path, stages: FakeStages, rlh
     out = rlhf("status", "run")[1]
     assert [line.split("  ")[0] for line in out.splitlines() if "done, over-optimised" in line] == ["ppo"]
     assert json.loads(rlhf("status", "run", "--json")[1])["stages"]["ppo"]["status"] == "done"
+
+
+def test_metrics_have_the_digits_of_the_report_and_all_of_them_in_json(
+    world: Path, stages: FakeStages, rlhf: Call
+) -> None:
+    stages.metrics = {
+        "pretrain": {"val_loss": 2.16449, "vocab_size": 50257},
+        "ppo": {"true_quality": 0.37964, "win_rate": 0.84321, "score": -0.38725, "kl": 12.3456, "eos_share": 0.99123},
+    }
+    out = rlhf("run", "recipe.yaml", "--run-dir", "run")[1]
+    for shown in (
+        "val_loss 2.16  vocab_size 50,257", "true_quality 0.380  win_rate 0.84  score -0.387  kl 12.3  eos_share 0.99"
+    ):  # fmt: skip
+        assert out.count(shown) == 2  # at the end of the stage, and in the table
+        assert shown in rlhf("status", "run")[1]
+    told = json.loads(rlhf("status", "run", "--json")[1])["stages"]["ppo"]["metrics"]
+    assert told == {"loss": 1.5, **stages.metrics["ppo"]}
 
 
 @pytest.mark.parametrize(
@@ -281,23 +297,23 @@ def test_help_plan_status_and_a_finished_run_import_nothing_heavy(world: Path, s
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_with_its_code_and_says_how_to_go_on(world: Path, number: signal.Signals) -> None:
-    # The stage has not set handlers of its own yet, as while it imports torch.
+    # The stage has not set handlers of its own yet, as while it imports torch. What hangs ends itself at last.
     code = """
-    import sys, time, types
-    from pathlib import Path
+    import faulthandler, sys, time, types
+    faulthandler.dump_traceback_later(300, exit=True)
     from rlhf.pipeline import cli, launch
     stage = types.ModuleType("rlhf.stages.pretrain.train")
-    stage.train = lambda folder: (Path("began").touch(), time.sleep(60))
+    stage.train = lambda folder: (print("began", flush=True), time.sleep(60))
     sys.modules["rlhf.stages.pretrain.train"] = stage
     launch.stays_in_process = lambda *_: True
     cli.main(["run", "recipe.yaml"])
     """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE, text=True)
-    until = monotonic() + 20
-    while not Path("began").exists() and monotonic() < until:
-        sleep(0.02)
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "began\n" in process.stdout  # reads on until then
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate()
     assert process.returncode == 128 + number
     assert err == "pretrain: stopped; no checkpoint yet; run again\n"
     stages = json.loads(Path("runs/recipe/summary.json").read_text())["stages"]

@@ -285,4 +285,6 @@ def test_a_report_that_cannot_be_drawn_does_not_lose_the_run(
     monkeypatch.setattr("rlhf.pipeline.report.render", lambda run_dir: 1 / 0)
     with pytest.raises(RunFailed, match=r"report: ZeroDivisionError.*`rlhf report run` tries again"):
         run()
+    with pytest.raises(RunFailed, match="`rlhf report 'my run'` tries again"):
+        runner.run(load_recipe("recipe.yaml"), Path("my run"))
     assert set(statuses().values()) == {"done"}

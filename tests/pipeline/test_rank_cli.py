@@ -71,6 +71,10 @@ def test_what_cannot_be_served_is_refused(rlhf: Call, words: list[str], error: s
     assert error in err
 
 
+def test_the_command_for_a_link_can_be_copied_where_the_store_s_name_has_a_space(rlhf: Call) -> None:
+    assert "rlhf rank 'my f.sqlite' --add-rater NAME\n" in rlhf("rank", "my f.sqlite", "--host", "0.0.0.0")[2]
+
+
 def test_no_store_and_a_port_that_is_taken_are_refused(rlhf: Call) -> None:
     code, _, err = rlhf("rank", "gone.sqlite")
     assert (code, "gone.sqlite: no such file" in err) == (2, True)

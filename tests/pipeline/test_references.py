@@ -11,7 +11,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.pipeline.estimate import estimate
 from rlhf.pipeline.plan import make_plan
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.pipeline.references import loadable
+from rlhf.pipeline.references import loadable, model_at
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -55,6 +55,14 @@ def test_what_is_no_model_is_told_by_the_setting(run: Path) -> None:
     ):
         with pytest.raises(SettingsError, match=message):
             make_plan(load_recipe("recipe.yaml", [words]), Path("new"))
+
+
+def test_how_far_an_unfinished_stage_is_tells_a_command_to_copy(world: Path) -> None:
+    folder = Path("my run/sft-0123abcd")
+    folder.mkdir(parents=True)
+    (folder / "settings.yaml").touch()
+    with pytest.raises(SettingsError, match="this stage is not finished; `rlhf status 'my run'` shows how far it is"):
+        model_at(str(folder), ("sft",))
 
 
 @pytest.mark.usefixtures("_no_hub")

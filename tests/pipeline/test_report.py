@@ -355,14 +355,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         render(tmp_path)
 
 
-def test_a_damaged_manifest_is_refused_with_its_path(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run", ["pretrain", "sft"])
-    manifest = run_dir / "sft-0123abcd" / "manifest.json"
-    manifest.write_text("[]", encoding="utf-8")
-    with pytest.raises(RefusedError, match=re.escape(f"{manifest}: is damaged; move its folder away")):
-        render(run_dir)
-
-
 def test_what_the_base_model_writes_is_shown_newest_first(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", ["pretrain"])
     samples = [{"step": step, "prompt": "Once", "text": f" at {step} <i>"} for step in (100, 200)]

@@ -48,6 +48,37 @@ def test_contents_of_data_and_versions_are_told_too(runs: tuple[Path, Path]) -> 
     assert differing["version of torch"] == ["2.13.0", "2.14.0"]
 
 
+def test_a_stage_that_a_run_does_not_have_is_told_of_once(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """And not as settings, data and processes that differ; those of the runs that have it are compared."""
+    path = runs[1] / "ppo-0123abcd" / "manifest.json"
+    made = json.loads(path.read_text(encoding="utf-8")) | {"data": {"data": "feedbeeffeedbeef"}}
+    path.write_text(json.dumps(made), encoding="utf-8")
+    third = make_run(tmp_path / "c", ["sft"])
+    assert Comparison([runs[1], third]).settings() == [("stage ppo", ["there", "no such stage"])]
+    assert Comparison([*runs, third]).settings() == [
+        ("stage ppo", ["there", "there", "no such stage"]),
+        ("ppo.kl_coef", ["0.05", "0.1", "–"]),
+        ("ppo.rewards.0.weight", ["1.0", "2.0", "–"]),
+        ("ppo.data, contents", ["–", "feedbeeffeed", "–"]),
+    ]
+
+
+def test_what_only_a_finished_stage_knows_is_not_compared_with_one_that_is_not(runs: tuple[Path, Path]) -> None:
+    path = runs[1] / "ppo-0123abcd" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"data": "feed"}}), encoding="utf-8")
+    (runs[0] / "ppo-0123abcd" / "manifest.json").unlink()
+    assert [name for name, _ in Comparison(runs).settings()] == ["ppo.kl_coef", "ppo.rewards.0.weight"]
+
+
+def test_where_a_recipe_cannot_be_read_the_stages_tell_their_settings(runs: tuple[Path, Path]) -> None:
+    (runs[1] / "recipe.yaml").write_text("ppo: [", encoding="utf-8")
+    path = runs[1] / "ppo-0123abcd" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": {"learning_rate": 0.01}}), encoding="utf-8")
+    comparison = Comparison(runs)
+    assert comparison.settings() == [("ppo.learning_rate", ["0.003", "0.01"])]
+    assert "⚠ b/recipe.yaml : not valid YAML: line 2" in words(comparison.page())
+
+
 def test_metrics_stand_side_by_side_with_their_difference_from_the_first(runs: tuple[Path, Path]) -> None:
     lines = {line["name"]: line for line in Comparison(runs).metrics()["ppo"]}
     assert lines["kl"]["values"] == [8.7, 9.2]

@@ -177,7 +177,11 @@ def test_a_base_model_that_was_trained_anew_makes_an_evaluation_old(tmp_path: Pa
     run_dir = make_run(tmp_path, ["pretrain"])
     base = FULL | {"pairs": [], "models": {"base": MODEL | {"model": "pretrain-feedbeef"}}}
     (run_dir / "evaluation.json").write_text(json.dumps(base), encoding="utf-8")
-    assert read_run(run_dir).faults == {"evaluation.json": " is of other models than those that the run has now"}
+    (fault,) = read_run(run_dir).faults
+    assert (fault.file, fault.what) == (
+        "evaluation.json",
+        " is of other models than those that the run has now, and is left out",
+    )
 
 
 WITHOUT = object()

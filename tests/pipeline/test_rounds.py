@@ -251,9 +251,9 @@ def test_a_run_waits_for_people_and_goes_on_when_they_have_rated(
     assert stages.trained == ALL[:5]
 
 
-def rank_all() -> Path:
+def rank_all(run_dir: Path = RUN) -> Path:
     """A person ranks all that the one waiting step of the run has sampled; its store."""
-    (path,) = RUN.glob("feedback-*/feedback.sqlite")
+    (path,) = run_dir.glob("feedback-*/feedback.sqlite")
     with Store.open(path) as store:
         rater = store.add_rater("ann")
         while (task := store.next_prompt(rater)) is not None:
@@ -278,6 +278,10 @@ def test_rankings_that_a_changed_setting_leaves_behind_are_told_in_plan_and_run(
     assert "not be taken over (its input sft will be new)" in rlhf("plan", *people, "sft.learning_rate=0.5")[1]
     assert "not be taken over" not in rlhf("plan", *people)[1]  # back again
     assert "not be taken over" not in rlhf("plan", *people, "feedback.target=2")[1]
+    assert rlhf("run", *people, "--run-dir", "my run")[0] == 3
+    store = rank_all(Path("my run"))
+    copied = f"`rlhf data export '{store}' ranked.jsonl --as rankings`"
+    assert copied in rlhf("plan", *people, "feedback.max_length=512", "--run-dir", "my run")[1]
     assert rlhf("run", *people)[0] == 0
 
 

@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rlhf.data.feedback.records import Answer
 from rlhf.data.feedback.store import Store
-from rlhf.pipeline import sample_cli
+from rlhf.pipeline import progress, sample_cli
 
 Rlhf = Callable[..., tuple[int, str, str]]
 JUDGE = "def marks(prompts, responses):\n    return [text.count('!') for text in responses]\n"
@@ -84,3 +85,25 @@ def test_who_judges_must_be_said(store: str, rlhf: Rlhf, words: list[str], messa
     code, _, err = rlhf("judge", store, *words)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--with", "cli_judge:marks"], "asking the judge cli_judge:marks"),
+        (["--endpoint", "http://127.0.0.1:1", "--model", "m"], "asking the judge m at http://127.0.0.1:1"),
+    ],
+)
+def test_who_is_asked_is_shown_while_one_waits(
+    store: str, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+) -> None:
+    waited: list[str] = []
+
+    @contextmanager
+    def telling(what: str, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+        waited.append(what)
+        yield say
+
+    monkeypatch.setattr(progress, "telling", telling)
+    rlhf("judge", store, *words)
+    assert waited == [told]

@@ -2,9 +2,11 @@
 
 import io
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
+from threading import Condition
+from typing import Any
 
 import pytest
 from pipeline_world import FakeStages
@@ -40,6 +42,22 @@ def test_it_names_recipes_and_how_to_go_on_with_each_run(world: Path, stages: Fa
     assert told["rlhf chat runs/finished"] == "finished; or read runs/finished/report.html"
     assert "cannot be read" in told["rlhf verify runs/broken"]
     assert not any("other.yaml" in command for command in told)
+
+
+def test_each_command_can_be_copied_where_names_have_spaces(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    Path("recipe.yaml").rename("my recipe.yaml")
+    for folder, words in (("a run", ["--to", "sft"]), ("its end", []), ("runs/no manifest", [])):
+        assert rlhf("run", "my recipe.yaml", "--run-dir", folder, *words)[0] == 0
+    Path("runs/broken one").mkdir()
+    Path("runs/broken one/summary.json").write_text("{")
+    next(Path("runs/no manifest").glob("ppo-*/manifest.json")).unlink()
+    lines = [line.strip().split("  ")[0] for line in rlhf()[1].splitlines()]
+    told = [shlex.split(line)[1:] for line in lines if line.startswith("rlhf ")]
+    for words in (
+        ["run", "my recipe.yaml"], ["run", "a run/recipe.yaml", "--run-dir", "a run"], ["chat", "its end"],
+        ["verify", "runs/no manifest"], ["verify", "runs/broken one"],
+    ):  # fmt: skip
+        assert words in told
 
 
 @pytest.mark.parametrize("damage", ["cut", "manifest gone", "model gone", "no folder named"])
@@ -92,39 +110,73 @@ def test_a_shell_is_told_what_could_be_typed_next(rlhf: Call, monkeypatch: pytes
 
 
 class Terminal(io.StringIO):
+    """One that can be waited for to show something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._came = Condition()
+
     def isatty(self) -> bool:
         return True
 
+    def write(self, text: str) -> int:
+        with self._came:
+            self._came.notify_all()
+            return super().write(text)
 
-def impatient(monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO) -> None:
-    """Have it for stderr, and nobody before it who waits long. Not in a fixture: between it and the test pytest puts
-    a stderr of its own in place."""
+    def shows(self, text: str) -> bool:
+        """Whether it does at last; what never comes is waited for for long."""
+        with self._came:
+            return self._came.wait_for(lambda: text in self.getvalue(), timeout=300)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, terminal: io.StringIO) -> None:
+    """Have it for stderr. Not in a fixture: between it and the test pytest puts a stderr of its own in place."""
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(progress, "PATIENCE", 0.05)
     monkeypatch.setenv("TERM", "xterm")
 
 
 def test_a_long_wait_says_for_what_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    impatient(monkeypatch, shown := Terminal())
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    watch(monkeypatch, shown := Terminal())
     with waiting("hashing") as tell:
-        come(shown, "hashing")
+        assert shown.shows("hashing")
         tell("half [of] it")
-        come(shown, "half [of] it")
+        assert shown.shows("half [of] it")
 
 
-def come(terminal: Terminal, text: str) -> None:
-    """Wait until it is shown."""
-    until = monotonic() + 20
-    while text not in terminal.getvalue():
-        assert monotonic() < until
-        sleep(0.02)
+class Held:
+    """A timer whose time is up when the test says so."""
+
+    def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+        self.function = function
+        self.has_begun = self.is_off = False
+
+    def start(self) -> None:
+        self.has_begun = True
+
+    def cancel(self) -> None:
+        self.is_off = True
 
 
 def test_a_short_wait_says_nothing_nor_does_one_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, seconds in ((Terminal(), 0.0), (io.StringIO(), 0.1)):
-        impatient(monkeypatch, stream)
-        with waiting("hashing") as tell:
-            tell("half")
-            sleep(seconds)
-        sleep(0.1)
-        assert stream.getvalue() == ""
+    timers: list[Held] = []
+
+    def timer(*arguments: Any) -> Held:
+        timers.append(Held(*arguments))
+        return timers[-1]
+
+    monkeypatch.setattr(progress, "Timer", timer)
+    watch(monkeypatch, shown := Terminal())
+    with waiting("hashing") as tell:
+        tell("half")
+    (one,) = timers
+    assert one.has_begun
+    assert one.is_off
+    one.function()  # its time was up in that very moment
+    assert shown.getvalue() == ""
+    watch(monkeypatch, elsewhere := io.StringIO())
+    with waiting("hashing") as tell:
+        tell("half")
+    assert timers == [one]  # nothing is to come
+    assert elsewhere.getvalue() == ""

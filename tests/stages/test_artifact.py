@@ -87,6 +87,36 @@ def test_settings_come_back_as_they_were_written(settings: SFTSettings, tmp_path
     assert read_settings(tmp_path / "stage", SFTSettings) == settings
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "it holds no settings"),
+        (b"[]", "it holds no settings"),
+        (b"7", "it holds no settings"),
+        (b"\xff\xfe", "'utf-8' codec can't decode"),
+        (b"data: {path: x", "line 1, column 7 did not find expected ',' or '}'"),
+        (b"- " * 2000 + b"x", "maximum"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named_with_what_is_wrong(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "settings.yaml").write_bytes(content)
+    with pytest.raises(SettingsError) as refused:
+        read_settings(tmp_path, SFTSettings)
+    before = f"{tmp_path}/settings.yaml: cannot be read as a stage's settings ("
+    assert str(refused.value).startswith(before)
+    assert told in str(refused.value)
+    assert str(refused.value).endswith("); put it back as it was")
+
+
+def test_each_wrong_setting_of_a_file_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("data: rows.jsonl\nmax_length: long\nlearnin_rate: 1.0\n")
+    with pytest.raises(SettingsError) as refused:
+        read_settings(tmp_path, SFTSettings)
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"{tmp_path}/settings.yaml: sft.max_length: ")
+    assert second == f"{tmp_path}/settings.yaml: sft: no setting 'learnin_rate'; did you mean 'learning_rate'?"
+
+
 def test_the_manifest_names_every_file_with_its_hash_but_no_checkpoint(settings: SFTSettings, tmp_path: Path) -> None:
     folder = tmp_path / "stage"
     for name in ("model/config.json", "checkpoints/step-1/state.json", "logs/x", "metrics.jsonl", "status.json"):
@@ -126,6 +156,20 @@ def test_a_damaged_line_of_the_metrics_is_named_but_for_the_last_which_a_kill_ma
     path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
     with pytest.raises(RefusedError, match=r"metrics\.jsonl line 2: cannot be read \(.*put it back"):
         _ = Artifact(tmp_path).metrics
+
+
+def test_a_folder_or_manifest_that_may_not_be_read_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    with pytest.raises(SettingsError, match=rf"^{tmp_path}: may not be looked into; change its mode$"):
+        _ = Artifact(tmp_path).sealed
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    with pytest.raises(SettingsError, match=r"manifest\.json: may not be read; change its mode$"):
+        _ = Artifact(tmp_path).manifest
 
 
 def test_another_function_of_the_same_file_is_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +198,7 @@ def test_the_reward_models_score_stands_under_each_answer(folder: Path) -> None:
             return None if answer.text == "ppo a" else 1.25
 
     talk = Talk("sft", "ppo", judge=Fixed())
-    assert talk("a") == "[sft]\nsft a\n  score 1.250\n[ppo]\nppo a\n  score too long for the reward model\n"
+    assert talk("a") == "[sft]\nsft a\n  score 1.25\n[ppo]\nppo a\n  score too long for the reward model\n"
 
 
 def test_a_score_is_the_models_at_the_last_token_and_without_an_end_where_there_was_none(folder: Path) -> None:
@@ -230,6 +232,54 @@ def test_the_same_seed_gives_the_same_answers_to_lines_that_are_piped_in(
     assert outputs[0] == outputs[1]
     assert outputs[0].out != outputs[2].out
     assert outputs[0].err == "> Who?\n> Where?\n"  # answers alone are on stdout
+
+
+def test_what_is_no_utf8_is_read_as_a_sign_of_its_own_and_told_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\nWho?\n\0\rMe\nWithout an end \xc3"), encoding="utf-8", newline="\n")
+    monkeypatch.setattr("sys.stdin", piped)
+    chat.main([str(folder / "first" / "model"), "--max-new-tokens", "1"])
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 4
+    told = "warning: not all of this line is utf-8; � stands for what is not"
+    assert err.split("\n") == ["> caf�", told, "> Who?", "> \0\rMe", "> Without an end �", told, ""]
+
+
+def test_an_answer_has_escapes_where_the_terminal_has_no_letters_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n"))
+    monkeypatch.setattr(Speaker, "answer", lambda self, prompt, say: say("café"))
+    chat.main([str(folder / "first" / "model")])
+    assert shown.buffer.getvalue() == b"caf\\xe9\n"  # type: ignore[attr-defined]
+
+
+def test_after_ctrl_d_the_shell_begins_on_a_line_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = io.StringIO()
+    typed.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", typed)
+    chat.main([str(folder / "first" / "model")])
+    assert capsys.readouterr().out == "> \n"
+
+
+def test_it_ends_without_a_word_when_nobody_reads_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    with os.fdopen(written, "w") as out, (tmp_path / "err").open("w") as err:
+        monkeypatch.setattr("sys.stdin", io.StringIO("Who?\nWhere?\n"))
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        with pytest.raises(SystemExit) as end:
+            chat.main([str(folder / "first" / "model")])
+    assert end.value.code == 128 + signal.SIGPIPE
+    assert (tmp_path / "err").read_text() == "> Who?\n"
 
 
 def test_two_models_of_the_same_folder_name_are_told_apart_by_where_they_lie(

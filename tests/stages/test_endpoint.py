@@ -1,5 +1,6 @@
 """Models behind OpenAI-compatible servers: what they are asked, how they judge, and what goes wrong."""
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from chat_world import ChatServer, chatting, saying
 
 from rlhf.stages import endpoint
-from rlhf.stages.endpoint import ChatModel, Endpoint, EndpointError
+from rlhf.stages.endpoint import ChatModel, Endpoint, EndpointError, each
 from rlhf.stages.judge import judge_answers
 
 
@@ -174,13 +175,13 @@ def answering(*answers: bytes) -> Iterator[str]:
 
 
 def http(body: str, status: str = "200 OK", length: int | None = None, more: str = "") -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {length or len(body)}\r\n{more}\r\n{body}".encode()
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length or len(body.encode())}\r\n{more}\r\n{body}".encode()
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (http("cut sho", "500 Internal Server Error", length=99), "HTTP 500: Internal Server Error"),
+        (http("cut sho", "500 Internal Server Error", length=99), "HTTP 500: (cut sho|Internal Server Error)$"),
         (http('{"choices": [', length=99), "cannot be reached"),
         (http('{"choices": ['), "is not JSON"),
         (http("[" * 100_000), "is not JSON"),
@@ -204,6 +205,76 @@ def test_a_key_does_not_follow_a_redirect(server: ChatServer, monkeypatch: pytes
     with answering(moved) as url, pytest.raises(EndpointError, match="HTTP 302"):
         ChatModel(url, "a-model", "A_KEY").answers(ASKED, 1, 0.0)
     assert server.asked == []
+
+
+EVIL = "\x1b[31mred\x1b]0;my window\x07\x00\u202e\r\nend"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (http(EVIL, "500 Internal Server Error"), "HTTP 500: red end"),
+        (http("", f"500 {EVIL[:8]}"), "HTTP 500: red"),
+        (http(json.dumps(EVIL)), "an answer without text: red end"),
+        (http(json.dumps({"choices": EVIL})), "an answer without text: {'choices': '\\x1b[31mred"),
+        (f"HTTP/{EVIL[:8]}\r\n\r\n".encode(), "cannot be reached (HTTP/red )"),
+    ],
+)
+def test_what_a_server_says_in_an_error_is_nothing_that_a_terminal_would_obey(answer: bytes, message: str) -> None:
+    with answering(answer) as url, pytest.raises(EndpointError) as found:
+        ChatModel(url, "a-model").reply([], 1, 0.0)
+    told = str(found.value)
+    assert message in told
+    assert told.isprintable()
+
+
+def test_of_a_page_in_an_error_its_beginning_and_end_are_shown_and_where_it_is_from() -> None:
+    with answering(http("<p>" + "x" * 5000 + "</p>", "500 Internal Server Error")) as url:
+        with pytest.raises(EndpointError) as found:
+            Endpoint(url).get("/x")
+        told = str(found.value)
+        assert told.startswith(f"{url}/x: HTTP 500: <p>xxx")
+        assert told.endswith("xxx</p>")
+        assert (len(told) < 600, " … " in told) == (True, True)
+    assert len(str(EndpointError("begin" + "x" * 5000 + "cure"))) == endpoint.MAX_CHARACTERS
+
+
+def test_a_server_that_hangs_is_named_with_the_seconds_and_the_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # it takes connections, and says nothing
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        for setting, then in (("", ""), ("ppo.rollout.timeout", "; ppo.rollout.timeout sets how long is waited")):
+            with pytest.raises(EndpointError) as found:
+                Endpoint(url, timeout=0.05, timeout_setting=setting).get("/x")
+            assert str(found.value) == (
+                f"{url}/x: no answer within 0.05 seconds; look whether the server is overloaded, hung or still loading "
+                f"its model{then}"
+            )
+
+
+def test_after_an_error_no_other_question_is_begun_and_nobody_waits_for_a_server_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "SECONDS_TO_END", 0.0)
+    hangs, goes_on = threading.Event(), threading.Event()
+    begun, ended = list[int](), list[int]()
+
+    def ask(number: int) -> None:
+        begun.append(number)
+        if number == 0:
+            hangs.set()
+            goes_on.wait(timeout=10)
+            ended.append(number)
+        hangs.wait(timeout=10)
+        raise EndpointError("gone")
+
+    with pytest.raises(EndpointError, match="gone"):
+        each(ask, range(9), 2)
+    assert (sorted(begun), ended) == ([0, 1], [])
+    goes_on.set()
+
+
+def test_of_no_questions_there_are_no_answers() -> None:
+    assert each(str, [], 4) == []
 
 
 @pytest.mark.parametrize("usage", ["many", [1], {"prompt_tokens": "five"}, None])

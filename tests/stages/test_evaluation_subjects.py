@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from ppo_world import model_folders, run_ppo
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages.evaluation.config import cheap
 from rlhf.stages.evaluation.evaluate import evaluate
-from rlhf.stages.evaluation.subjects import find_subjects, in_run, is_current
+from rlhf.stages.evaluation.subjects import find_subjects, in_run, is_current, refuse_damage
 
 
 def test_a_run_folder_that_was_moved_is_evaluated_where_it_is(tmp_path: Path, tokenizer: Any) -> None:
@@ -67,6 +67,27 @@ def test_a_copy_of_a_run_is_evaluated_with_its_own_models_and_never_with_those_o
     assert (copy / "evaluation.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ("policy-1/model/model.safetensors", r"policy-1/model: holds no weights \(\*\.safetensors\); restore them"),
+        ("reward-1/model/model.safetensors", r"reward-1/model: holds no weights"),
+        ("reward-1/model/config.json", r"reward-1/model' holds no config\.json; it must be a saved model"),
+        ("ppo-1/model/model.safetensors", r"^ppo-1: model/model\.safetensors is missing since it was sealed; restore"),
+        ("ppo-1/settings.yaml", r"ppo-1: no settings\.yaml, which names the settings"),
+    ],
+)
+def test_every_model_that_an_evaluation_opens_must_be_whole(
+    tmp_path: Path, tokenizer: Any, gone: str, told: str
+) -> None:
+    """Also what no stage has sealed."""
+    copy = copied_run(tmp_path, tokenizer)
+    refuse_damage(copy, {"ppo": copy / "ppo-1"})
+    (copy / gone).unlink()
+    with pytest.raises(RefusedError, match=told):
+        refuse_damage(copy, {"ppo": copy / "ppo-1"})
+
+
 def test_a_model_of_another_run_stays_where_it_is(tmp_path: Path) -> None:
     """The summary does not name its folder, so it is no stage of this run."""
     run_dir, other = tmp_path / "run", tmp_path / "other" / "reward-2" / "model"
@@ -117,6 +138,16 @@ def test_a_damaged_summary_is_named_with_its_cure(tmp_path: Path, text: str) -> 
         in_run("/old/reward-1/model", tmp_path)
     assert str(refused.value).startswith(f"{tmp_path / 'summary.json'}: not a summary of a run (")
     assert str(refused.value).endswith("delete it and run again")
+
+
+def test_a_summary_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    write_summary(tmp_path, reward="reward-1")
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    with pytest.raises(SettingsError, match=r"summary\.json: not a summary of a run \(.*Permission denied"):
+        in_run("/old/reward-1/model", tmp_path)
 
 
 def test_the_command_that_makes_a_missing_folder_anew_can_be_copied(tmp_path: Path) -> None:

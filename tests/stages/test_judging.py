@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from chat_world import ChatServer, chatting, saying
 
-from rlhf.data.errors import DataError, SettingsError
+from rlhf.data.errors import DataError, SettingsError, Stopped
 from rlhf.data.feedback.records import Answer, Judged
 from rlhf.data.feedback.store import Store
 from rlhf.stages import judging
 from rlhf.stages.endpoint import ChatModel
+from rlhf.stages.judge import judge_answers
 from rlhf.stages.judging import FunctionJudge, ModelJudge, Told, cost, judge_store, model_judge
+from rlhf.stages.signals import exit_on_signal, handled
 
 ANSWERS = {"one": ["a!!", "b", "c!"], "two": ["d", "e!"]}
 
@@ -208,7 +210,10 @@ def test_a_file_of_replies_that_is_none_is_refused_with_its_line(store: Store, s
         ("return [[1, 2]] * len(responses)", "for row 1, not a finite number"),
         ("return [1.0]", "1 qualities for 5 responses"),
         ("return None", "TypeError"),
-        ("raise SystemExit(0)", "SystemExit"),
+        ("raise SystemExit(0)", "judge odd_judge:judge: SystemExit: 0"),
+        ("import sys; sys.exit()", "judge odd_judge:judge: SystemExit$"),
+        ("raise KeyboardInterrupt", "judge odd_judge:judge: KeyboardInterrupt$"),
+        ("raise type('Odd', (BaseException,), {})('odd')", "judge odd_judge:judge: Odd: odd"),
     ],
 )
 def test_what_a_function_returns_is_checked_before_it_is_believed(
@@ -217,9 +222,35 @@ def test_what_a_function_returns_is_checked_before_it_is_believed(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "odd_judge", raising=False)
     (tmp_path / "odd_judge.py").write_text(f"def judge(prompts, responses):\n    {body}\n")
-    with pytest.raises(ValueError, match=message):
+    with handled(exit_on_signal), pytest.raises(ValueError, match=message):
         judge_store(store, FunctionJudge("odd_judge:judge"), silent)
     assert list(store.rankings()) == []
+
+
+@pytest.mark.parametrize("body", ["raise SystemExit", "raise KeyboardInterrupt", "raise RuntimeError"])
+def test_a_module_that_ends_while_it_is_imported_is_no_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "ending_judge.py").write_text(body)
+    told = f"^ending_judge:judge: importing it raised {body.split()[1]}$"
+    with handled(exit_on_signal), pytest.raises(DataError, match=told):
+        FunctionJudge("ending_judge:judge")
+
+
+def test_a_signal_while_a_function_judges_stops_and_is_no_fault_of_the_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handled as the command line does, and as Python itself does."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_judge.py").write_text(
+        "import signal\ndef judge(prompts, responses):\n    signal.raise_signal(signal.SIGINT)\n"
+    )
+    with handled(exit_on_signal), pytest.raises(Stopped) as stop:
+        judge_answers("slow_judge:judge", ["p"], ["r"])
+    assert stop.value.code == 130
+    with handled(), pytest.raises(KeyboardInterrupt):
+        judge_answers("slow_judge:judge", ["p"], ["r"])
 
 
 def test_the_key_is_read_from_the_environment_or_missed(

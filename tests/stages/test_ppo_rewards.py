@@ -76,6 +76,12 @@ def spoils_rows(prompts: list[str], responses: list[str], rows: list[dict[str, A
     return found
 
 
+def leaves_at_hello(prompts: list[str], responses: list[str]) -> list[float]:
+    if "Hello!" in responses:
+        raise SystemExit(0)
+    return [0.0] * len(responses)
+
+
 def no_answer_for_hello(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
     return [1 / (row["answer"] != "Hello!") for row in rows]
 
@@ -296,6 +302,7 @@ HELLO = r"row 2 of 3: prompt 'Hi', response 'Hello!'"
         (texts, r"gave '1\.0', not a finite number \(row 1 of 3: prompt 'Sum 2 \+ 3', response 'It is 5\.'\)"),
         (forgets_hello, rf"forgets_hello: returned 2 for 3 responses \({HELLO}\)"),
         (no_answer_for_hello, rf"no_answer_for_hello: raised ZeroDivisionError: .* \({HELLO}\)"),
+        (leaves_at_hello, rf"leaves_at_hello: raised SystemExit: 0 \({HELLO}\)"),
         (one_too_many, r"returned 4 for 3 responses \(no single row fails alone; the first is row 1 of 3"),
     ],
 )

@@ -148,13 +148,13 @@ def test_the_best_score_within_the_kl_budget_is_kept(
 
 def evaluation(step: int, score: float, kl: float, quality: float | None = None) -> dict[str, Any]:
     judged = {} if quality is None else {"true_quality": quality}
-    return {"step": step, "within_budget": kl <= 50, "score": score, "kl": kl, **judged}
+    return {"step": step, "within_budget": kl <= 50, "score": float(score), "kl": float(kl), **judged}
 
 
 @pytest.mark.parametrize(("evaluations", "reason"), [
     ([evaluation(1, 1, 5), evaluation(2, 2, 85)], "KL ended at 85.0 nats per response, over kl_budget 50"),
     ([evaluation(1, 1, 5, 0.6), evaluation(2, 2, 9, 0.5)], "from iteration 1 to 2 the score rose from 1.00 to 2.00 "
-                                                           "while the true quality fell from 0.60 to 0.50"),
+                                                           "while the quality by the judge fell from 0.600 to 0.500"),
     ([evaluation(1, 1, 85), evaluation(2, 2, 20)], None),  # it came back
     ([evaluation(1, 1, 5, 0.6), evaluation(2, 2, 9, 0.58)], None),  # noise
     ([evaluation(1, 3, 5, 0.6), evaluation(2, 2, 9, 0.3)], None),  # worse in both is no over-optimisation

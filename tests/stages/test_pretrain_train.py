@@ -1,6 +1,7 @@
 """The pretrain stage as a whole: architectures, going on from a checkpoint, steps that are skipped, samples."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_samples_are_kept_and_change_nothing(chain: Chain, tmp_path: Path) -> No
     rows = [json.loads(line) for line in (tmp_path / "pretrain" / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["prompt"]) for row in rows] == [(3, "The"), (3, "A"), (6, "The"), (6, "A")]
     assert same_weights(tmp_path / "pretrain", chain["pretrain"])
+
+
+def test_it_says_how_many_of_the_held_out_tokens_the_loss_is_measured_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_stage("pretrain", tmp_path / "pretrain", block_size=10)
+    told = re.search(r" (\d+) held out \(measured on (\d+) whole blocks of 10\)", capsys.readouterr().out)
+    assert told is not None
+    held_out, blocks = map(int, told.groups())
+    assert blocks > 1
+    assert 10 * blocks < held_out <= 10 * (blocks + 1)  # the first token is foretold from nothing
 
 
 def test_training_goes_on_from_a_checkpoint_with_its_tokenizer(chain: Chain, tmp_path: Path) -> None:

@@ -215,9 +215,9 @@ def test_a_server_that_is_not_there_is_refused_with_the_command_that_starts_it(t
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(
-            RefusedError, match=rf"server_url: {url}/v1/models: cannot be reached.*vllm serve sft/model "
+            RefusedError, match=rf"server_url: {url}/v1/models: cannot be reached.*vllm serve 'my run/model' "
         ):
-            VLLMEngine(url, Processes(Accelerator(cpu=True)), "sft/model", 260, 24, tmp_path)
+            VLLMEngine(url, Processes(Accelerator(cpu=True)), "my run/model", 260, 24, tmp_path)
 
 
 @pytest.mark.parametrize(
