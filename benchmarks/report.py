@@ -119,7 +119,7 @@ def make_run(run_dir: Path, num_steps: int, num_prompts: int, num_words: int) ->
             "status": "done", "folder": folder.name, "model": model, "seconds": 3600.0, "metrics": finals[stage],
         }  # fmt: skip
     (run_dir / "summary.json").write_text(json.dumps({"stages": entries}), encoding="utf-8")
-    (run_dir / "recipe.yaml").write_text("seed: 0\n" * 400, encoding="utf-8")
+    (run_dir / "recipe.yaml").write_text("seed: 0\n" + "# a comment\n" * 400, encoding="utf-8")
     write_evaluation(run_dir, chance, num_prompts, num_words)
 
 

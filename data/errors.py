@@ -1,5 +1,6 @@
 """The errors people see: what was found, where, and what would work; and what a signal raises."""
 
+import errno
 import signal
 
 
@@ -26,9 +27,34 @@ def is_stop(error: BaseException) -> bool:
     return isinstance(error, Stopped) or (isinstance(error, KeyboardInterrupt) and is_default)
 
 
+_CURES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EACCES: "change its mode, or name another place",
+    errno.EPERM: "change its mode, or name another place",
+    errno.EROFS: "name another place",
+    errno.ENAMETOOLONG: "name something shorter",
+    errno.ENOENT: "look whether its folder is there",
+    errno.ENOTDIR: "name a place in a folder",
+}
+
+
+def of_file(error: OSError) -> str:
+    """What the system says of a file, of which, and what would work."""
+    name = str(error.filename or "standard output, or a file")
+    shown = name if len(name) <= 200 else f"{name[:100]} … {name[-100:]}"
+    cure = _CURES.get(error.errno or 0)
+    return f"{shown}: {error.strerror or error}" + (f"; {cure}" if cure else "")
+
+
+def printable(text: str) -> str:
+    """Without signs that would do something to a terminal, such as colour it; lines stay."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else " " for sign in text)
+
+
 def named_error(error: BaseException) -> str:
     """Kind and text of an error of somebody's code, on one line."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

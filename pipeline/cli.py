@@ -1,15 +1,17 @@
 """The command line: `rlhf run demo`. A command imports what it needs when it runs: --help stays quick."""
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rlhf.data.errors import RefusedError
+from rlhf.data.errors import RefusedError, of_file, printable
 from rlhf.pipeline import streams
 from rlhf.pipeline.data_cli import data_app
 from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
@@ -45,10 +47,19 @@ data_app.add_typer(feedback_app)
 app.add_typer(data_app, name="data")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(version("rlhf-toolkit"))
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
 def _rlhf(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; may stand anywhere.")] = False,
+    is_version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     if context.invoked_subcommand is None:  # --debug is read by main, which shows the errors
         from rlhf.pipeline.welcome import welcome
@@ -89,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RunFailed as error:
         _show(error, str(error))
         sys.exit(1)
+    except OSError as error:
+        _show(error, of_file(error))
+        sys.exit(1 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or not error.filename else 2)
     except Exception as error:
         _show(error, f"{type(error).__name__}: {error} (--debug shows where)")
         sys.exit(1)
@@ -97,4 +111,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _show(error: Exception, message: str) -> None:
     if os.environ.get(DEBUG):
         print(mask("".join(traceback.format_exception(error))), file=sys.stderr)
-    print(mask(f"error: {message}"), file=sys.stderr)
+    print(printable(mask(f"error: {message}")), file=sys.stderr)

@@ -87,7 +87,7 @@ def evaluate(
     import sys
     from contextlib import redirect_stdout
 
-    from rlhf.pipeline import evaluation, streams
+    from rlhf.pipeline import evaluation
     from rlhf.pipeline.evaluation_tables import show
     from rlhf.pipeline.progress import telling
     from rlhf.pipeline.runner import render_report
@@ -113,11 +113,10 @@ def evaluate(
     tell_aside = telling("starting", lambda text: print(text, file=sys.stderr, flush=True))
     with tell_aside as tell, redirect_stdout(sys.stderr):  # what a judge prints is none of the figures
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, entries), asked, tell)
-    with streams.reader_may_leave():
-        if as_json:
-            print(json.dumps(found, indent=1, ensure_ascii=False))
-        else:
-            show(found)
+    if as_json:
+        print(json.dumps(found, indent=1, ensure_ascii=False))
+    else:
+        show(found)
     render_report(run_dir)
 
 

@@ -117,7 +117,7 @@ def _read(path: Path) -> Holder | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         since = datetime.fromisoformat(content["since"]).astimezone(UTC)
         return Holder(str(content["host"]), int(content["pid"]), since)
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
         return None
 
 

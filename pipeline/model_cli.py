@@ -26,7 +26,9 @@ def chat(
         bool, typer.Option("--multi-turn", help="Let lines that are piped in be one conversation, too.")
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same answers again.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="For the same answers again.", show_default=False)
+    ] = None,
 ) -> None:
     """Talk to a model, or to several side by side.
 

@@ -4,14 +4,15 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from rlhf.stages.streams import go_on_unread
 
 
 def prepare() -> None:
     """Once per process, before anything is read or written."""
     speak_utf8()
     open_streams()
+    go_on_unread()
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # else it tells of a home that it cannot write into
 
 
@@ -30,20 +31,8 @@ def open_streams() -> None:
         number = os.open(os.devnull, os.O_RDWR)
     os.close(number)
     sys.stdin = sys.stdin or os.fdopen(0)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-
-
-@contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Where whoever reads stdout has had enough, as `head -1` soon has, what is left of it goes nowhere."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # for what is still to be flushed when the process ends
-        os.close(nowhere)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def show_all_signs() -> None:

@@ -43,6 +43,10 @@ def _of_usual_size(metrics: dict[str, Any]) -> dict[str, Any]:
     return metrics
 
 
+Metrics = Annotated[dict[str, Any], AfterValidator(_of_usual_size)]
+"""Final metrics of a stage."""
+
+
 @dataclass
 class Entry:
     """One stage in summary.json. `folder` and `model` are relative to the run folder."""
@@ -53,7 +57,7 @@ class Entry:
     model: str | None = None
     seconds: Seconds | None = None
     """Wall time over all attempts that this run saw end; null if the stage was run by hand."""
-    metrics: Annotated[dict[str, Any], AfterValidator(_of_usual_size)] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 class Summary(BaseModel):

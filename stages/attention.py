@@ -19,6 +19,7 @@ from rlhf.data.errors import RefusedError
 from rlhf.stages.disk import replace_text
 from rlhf.stages.models import load_policy, num_positions, read_tokenizer
 from rlhf.stages.runtime import be_quiet
+from rlhf.stages.streams import go_on_unread
 
 MAX_TOKENS = 64
 """Of a page: with more, the tokens along the axes could not be read."""
@@ -186,6 +187,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    go_on_unread()
     try:
         main(sys.argv[1:])
     except RefusedError as error:

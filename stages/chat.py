@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -234,8 +235,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--seed", type=int, default=None, help="for the same answers again")
     options = parser.parse_args(arguments)
-    if options.temperature <= 0 or options.max_new_tokens < 1:
-        parser.error("--temperature must be above 0 and --max-new-tokens at least 1")
+    if not 0 < options.temperature < math.inf or options.max_new_tokens < 1:
+        parser.error("--temperature must be a number above 0 and --max-new-tokens at least 1")
     _take_all_signs()
     typed = sys.stdin.isatty()
     lines = _lines(typed)

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -33,8 +34,11 @@ def replace_text(path: Path, text: str, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # the name that people know
         raise
     if sync:
         sync_path(path.parent)

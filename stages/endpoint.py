@@ -32,9 +32,12 @@ WAITS = (2.0, 10.0, 50.0)
 """Seconds before a request is made again that the server could not take just now: for each time one wait."""
 SECONDS_TO_END = 2.0
 """That answers under way are waited for after an error or a signal; the server may hang."""
+MAX_BYTES = 2**24
+"""Of an answer; no grade or sample is nearly that long."""
 MAX_CHARACTERS = 1000
 """Of an error's message, in the middle of which the rest is left out."""
-_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\].*?(\x07|\x1b\\))")  # what colours a terminal, or names its window
+# What colours a terminal, or names its window.
+_ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 _NOT_NOW = (429, 502, 503, 504)  # too many requests, and what a server or the proxy before it says while overloaded
 QUESTION = (
     "Grade how well the response answers the prompt, as a whole number from 1 (useless or harmful) to 10 (could not "
@@ -121,7 +124,10 @@ class Endpoint:
         where = request.full_url
         try:
             with _OPENER.open(request, timeout=self.timeout) as answer:
-                text = answer.read()
+                is_small = answer.length is not None and answer.length <= MAX_BYTES
+                text = answer.read() if is_small else answer.read(MAX_BYTES + 1)  # the former sees a body that was cut
+                if len(text) > MAX_BYTES:
+                    raise EndpointError(f"{where}: answers with more than {MAX_BYTES:,} bytes; look what runs there")
         except HTTPError as error:
             said = _said(error)
             wait = _seconds(error.headers.get("Retry-After")) if error.code in _NOT_NOW else None
@@ -153,8 +159,11 @@ def each(function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R
     """`function` of every item, in their order, in `at_once` threads.
 
     After an error, or a signal, no other item is begun, and what is under way is waited for SECONDS_TO_END at most. The
-    threads end with the process, which those of an executor would hold until the last answer.
+    threads end with the process, which those of an executor would hold until the last answer. Raises ValueError for
+    `at_once` below 1.
     """
+    if at_once < 1:
+        raise ValueError(f"at_once={at_once}: ask one question at a time or more")
     left, done = deque(enumerate(items)), SimpleQueue[tuple[int, Any, BaseException | None]]()
     found: dict[int, R] = {}
 

@@ -12,6 +12,7 @@ from accelerate.state import PartialState
 from rlhf.data.errors import RefusedError, Stopped
 from rlhf.stages import logs, stopping, watchdog
 from rlhf.stages.secrets import mask
+from rlhf.stages.streams import go_on_unread
 
 
 def run_stage(train: Callable[[str], Any]) -> None:
@@ -19,6 +20,7 @@ def run_stage(train: Callable[[str], Any]) -> None:
     if len(sys.argv) != 2:
         print("usage: -m rlhf.stages.STAGE FOLDER (a folder with a settings.yaml)", file=sys.stderr)
         raise SystemExit(2)
+    go_on_unread()
     folder = Path(sys.argv[1])
     try:
         train(sys.argv[1])

@@ -4,12 +4,14 @@ import copy
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from rlhf.data.errors import RefusedError, SettingsError, first_line
+from rlhf.data.errors import RefusedError, SettingsError, first_line, of_file
 from rlhf.stages import adapters, decoder
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.disk import replace_text, swap_folder
@@ -24,6 +26,7 @@ from rlhf.stages.models import (
     why_not_loaded,
 )
 from rlhf.stages.runtime import be_quiet
+from rlhf.stages.streams import go_on_unread
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAPTER = "adapter_config.json"
@@ -52,11 +55,10 @@ def export(reference: str, out: Path, dtype: str | None = None, name: str | None
     if dtype is not None:
         _to_type(inner, dtype)
     notes = _notes(model, inner)
-    writing = _aside(out)
-    save_folder(writing, model, tokenizer)
-    text = card(name or out.name, reference, isinstance(model, ScalarModel), False, notes, _brings_code(inner))
-    replace_text(writing / "README.md", text)
-    swap_folder(writing, out)
+    with _aside(out) as writing:
+        save_folder(writing, model, tokenizer)
+        text = card(name or out.name, reference, isinstance(model, ScalarModel), False, notes, _brings_code(inner))
+        replace_text(writing / "README.md", text)
     return notes
 
 
@@ -76,21 +78,20 @@ def export_adapter(reference: str, out: Path, name: str | None = None) -> list[s
     stages = past(source)
     base = str(stages[0].settings["model"]) if stages else None
     hub = base_of(stages[:1], reference) if stages else None
-    writing = _aside(out)
-    shutil.copytree(found, writing)
-    config = json.loads((writing / _ADAPTER).read_text(encoding="utf-8"))
-    named = None if stages else config.get("base_model_name_or_path")
-    config["base_model_name_or_path"] = hub or (named if named and is_hub_id(named) else None)
-    replace_text(writing / _ADAPTER, json.dumps(config, indent=1))
-    if found != source:
-        read_tokenizer(reference).save_pretrained(writing)
     is_reward = bool(stages) and stages[0].stage == "reward"
     notes = [f"It belongs to {hub or (Path(base).parent.name if base else 'the model that it was trained on')}: "
              "`PeftModel.from_pretrained(base, folder)` puts it on."]  # fmt: skip
     if (found / "value_head.safetensors").is_file():
         notes.append("Its head to one number lies in value_head.safetensors.")
-    replace_text(writing / "README.md", card(name or out.name, reference, is_reward, True, notes))
-    swap_folder(writing, out)
+    with _aside(out) as writing:
+        shutil.copytree(found, writing)
+        config = json.loads((writing / _ADAPTER).read_text(encoding="utf-8"))
+        named = None if stages else config.get("base_model_name_or_path")
+        config["base_model_name_or_path"] = hub or (named if named and is_hub_id(named) else None)
+        replace_text(writing / _ADAPTER, json.dumps(config, indent=1))
+        if found != source:
+            read_tokenizer(reference).save_pretrained(writing)
+        replace_text(writing / "README.md", card(name or out.name, reference, is_reward, True, notes))
     return notes
 
 
@@ -126,10 +127,17 @@ def _refuse_full(out: Path) -> None:
         raise SettingsError(f"{out}: there is no folder {out.parent}; make it first")
 
 
-def _aside(out: Path) -> Path:
+@contextmanager
+def _aside(out: Path) -> Iterator[Path]:
+    """A folder to write to beside `out`, which takes its place at the end; nothing of one that failed stays."""
     writing = out.with_name(f".{out.name}.exporting")
     shutil.rmtree(writing, ignore_errors=True)
-    return writing
+    try:
+        yield writing
+        swap_folder(writing, out)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
 
 
 def _to_type(model: PreTrainedModel, dtype: str) -> None:
@@ -206,8 +214,12 @@ def _refuse_bad_name(name: str) -> None:
 
 
 if __name__ == "__main__":
+    go_on_unread()
     try:
         main(sys.argv[1:])
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:
+        print(f"error: {of_file(error)}", file=sys.stderr)
+        raise SystemExit(1) from None

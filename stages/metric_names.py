@@ -72,7 +72,7 @@ def number(value: Any) -> str:
         return ", ".join(map(number, value)) or "none"
     if not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
+    if isinstance(value, int) or abs(value) >= 999.5:  # three digits of which would be 1.00e+03
         return f"{value:,.0f}"
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else f"{value:#.3g}".rstrip(".")
 

@@ -315,19 +315,23 @@ def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: P
     """Write model, tokenizer, template and a plain generation_config beside `folder`, then swap it in."""
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
-    if isinstance(model, ScalarModel):
-        model.save(writing)
-    else:
-        model.config.use_cache = True  # trainers switch it off and leave it so
-        model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            do_sample=True,
-        )
-        model.save_pretrained(writing)
-    tokenizer.save_pretrained(writing)
-    swap_folder(writing, folder)
+    try:
+        if isinstance(model, ScalarModel):
+            model.save(writing)
+        else:
+            model.config.use_cache = True  # trainers switch it off and leave it so
+            model.generation_config = GenerationConfig(
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                do_sample=True,
+            )
+            model.save_pretrained(writing)
+        tokenizer.save_pretrained(writing)
+        swap_folder(writing, folder)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
 
 
 def hand_over(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> dict[str, Any]:

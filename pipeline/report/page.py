@@ -94,12 +94,19 @@ def refuse_unwritable(path: Path, option: str = "") -> None:
             raise SettingsError(
                 f"{where}: is a folder, and a page is a file; {'name one in it' if option else 'move it'}"
             )
+        if option and path.is_file() and not _is_page(path):
+            raise SettingsError(f"{where}: is there already, and is no page; name another file")
         if path.exists() and not path.is_file():
             raise SettingsError(f"{where}: is a device or a pipe, and a page is a file; {cure}")
         with TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise SettingsError(f"{where}: cannot be written: {error.strerror or error}; {cure}") from None
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(100).lstrip().lower().startswith(b"<!doctype html") or not path.stat().st_size
 
 
 def page(run: Run, price_per_hour: float | None = None) -> str:

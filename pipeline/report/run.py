@@ -204,7 +204,13 @@ def _status(files: Reader) -> dict[str, dict[str, Any]]:
 def _entries_of_folders(files: Reader) -> dict[str, Entry]:
     """The newest finished folder of each stage, the newest of all where none is finished."""
     found: dict[str, Entry] = {}
-    sealed = {folder: Artifact(folder).sealed for folder in stage_folders(files.folder)}
+    sealed: dict[Path, bool] = {}
+    for folder in stage_folders(files.folder):
+        try:
+            sealed[folder] = Artifact(folder).sealed
+        except SettingsError as error:
+            told = str(error).removeprefix(str(folder)).partition("; ")[0]
+            files.add("stages", folder.name, f"{told}, and is left out", "change its mode")
     for folder in sorted(sealed, key=lambda folder: (sealed[folder], _changed(folder))):
         manifest = Reader(folder, [], "").whole("", "manifest.json", shapes.shape(shapes.Manifest)) or {}
         model = f"{folder.name}/model" if (folder / "model").is_dir() else None

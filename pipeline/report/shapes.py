@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
 
 from rlhf.pipeline.scaling import PowerLaw
-from rlhf.pipeline.summary import LARGEST, Entry, FolderName, Seconds, Summary, entries_in
+from rlhf.pipeline.summary import LARGEST, Entry, FolderName, Metrics, Seconds, Summary, entries_in
 from rlhf.stages.evaluation.records import Damaged
 from rlhf.stages.metric_names import NAMES, SHARES
 
@@ -92,9 +92,9 @@ def of_evaluation(content: Any, place: str = "") -> None:
 class Kept(BaseModel):
     """Rows of a source."""
 
-    kept: int
-    of: int
-    left_out: dict[str, int]
+    kept: Count
+    of: Count
+    left_out: dict[str, Count]
 
 
 class Made(BaseModel):
@@ -124,7 +124,7 @@ class Manifest(BaseModel):
     rows: dict[str, Kept] = {}
     settings: Settings = Settings()
     made_with: Made = Made()
-    metrics: Annotated[dict[str, Any], AfterValidator(final)] = {}
+    metrics: Annotated[Metrics, AfterValidator(final)] = {}
 
 
 class Text(BaseModel):

@@ -33,16 +33,15 @@ class Prefill:
         `go_on`, where prompts take the place of others, gives the GPU something to do while a pass is recorded.
         """
         longest = max(map(len, prompts))
-        if self.graphs is None or FEWEST_ROWS * longest > _RECORDED_TOKENS:
-            go_on = None
-        most = max((_RECORDED_TOKENS if go_on else PREFILL_TOKENS) // longest, 1)
+        records = go_on is not None and self.graphs is not None and FEWEST_ROWS * longest <= _RECORDED_TOKENS
+        most = max((_RECORDED_TOKENS if records else PREFILL_TOKENS) // longest, 1)
         states, start = [], 0
         while start < len(rows):
             num = min(most, len(rows) - start)
-            if go_on is not None and num > FEWEST_ROWS:
+            if records and num > FEWEST_ROWS:
                 num = 1 << (num.bit_length() - 1)  # so that few numbers of rows are recorded
             some = rows[start : start + num], prompts[start : start + num]
-            states.append(self._replay(*some, go_on) if go_on is not None else self._pass(*some))
+            states.append(self._replay(*some, go_on) if records and go_on else self._pass(*some))
             start += num
         return torch.cat(states)
 

@@ -39,6 +39,9 @@ class Slots:
     def next_step(self, longest: int | None = None) -> None:
         """The next forward pass reads one more token of each of the first rows, of which none has `longest` yet."""
         self.beginning, self.longest = None, longest or self.shape[1]
+
+    def forget_seen(self) -> None:
+        """What rows see is made once for all layers of a step."""
         self._seen.clear()
 
     def seen(self, num_rows: int, window: int | None) -> Tensor:

@@ -118,7 +118,7 @@ def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> 
     begun = [0] * num_slots  # steps that had been made when a row began
     looks: deque[_Look] = deque()
     while owners:
-        rounds = min(writing.rounds, limit - 1 - writing.num_steps + max(begun))
+        rounds = max(min(writing.rounds, limit - 1 - writing.num_steps + max(begun)), 0)
         for _ in range(rounds):
             writing.step(len(owners))
         if rounds or not looks:
@@ -243,7 +243,7 @@ class _Writing:
         return _rows_of_graph(num - num_ended, num) < _rows_of_graph(num, num)
 
     def refilled_at_once(self, num: int) -> int:
-        """How many of `num` slots: passes over prompts are recorded for powers of two."""
+        """How many of `num` slots: passes over prompts, if all are different, are recorded for powers of two."""
         return num if self.graphs is None else 1 << (num.bit_length() - 1)
 
     def _go_on(self) -> None:
@@ -254,6 +254,7 @@ class _Writing:
             self.num_steps += _MEANWHILE
 
     def _step(self, num: int) -> None:
+        self.slots.forget_seen()  # here, so that a graph makes it anew
         hidden = self.twin.states(self.last[:num, None], self.slots.lengths[:num, None])[:, 0]
         logits = self.twin.logits(hidden)
         if self.in_kernels:

@@ -9,8 +9,10 @@ from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.evaluate import evaluate
 from rlhf.stages.evaluation.records import EvaluationFailed
 from rlhf.stages.signals import exit_on_signal, handled
+from rlhf.stages.streams import go_on_unread
 
 if __name__ == "__main__":
+    go_on_unread()
     run_dir, done, settings = sys.argv[1:]
     folders = {stage: Path(folder) for stage, folder in json.loads(done).items()}
     try:

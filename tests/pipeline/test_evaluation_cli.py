@@ -15,6 +15,7 @@ from pipeline_world import FakeStages
 from rlhf.pipeline import cli, progress
 from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.records import EvaluationFailed
+from rlhf.stages.streams import _going_on
 
 Call = Callable[..., tuple[int, str, str]]
 RUN = Path("run")
@@ -138,7 +139,7 @@ def test_figures_and_report_are_written_though_nobody_reads_stdout(
     reads, writes = os.pipe()
     os.close(reads)
     with os.fdopen(writes, "w", buffering=1) as stdout, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", stdout)
+        patch.setattr(sys, "stdout", _going_on(stdout))
         with pytest.raises(SystemExit) as ended:
             cli.main(["eval", "run", *words])
     assert (ended.value.code, stages.reports) == (0, 2)

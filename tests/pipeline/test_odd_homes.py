@@ -120,6 +120,40 @@ def test_a_closed_stream_ends_no_command(place: Path, closed: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("stream", [1, 2])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_is_done_ends_well_though_nobody_reads_on(tmp_path: Path, stream: int, unbuffered: str) -> None:
+    """As in `rlhf run RECIPE | head -1`: whatever is printed after that goes nowhere."""
+    program = """
+import os, sys
+from rlhf.pipeline import streams
+
+streams.prepare()
+for number in range(100):
+    print(number, file=sys.stdout if sys.argv[1] == "1" else sys.stderr, flush=True)
+os.system(f"echo said by another >&{sys.argv[1]} || echo failed > failed")
+print("x" * 100_000, file=sys.stdout if sys.argv[1] == "1" else sys.stderr)
+print("done", file=open("done", "w"))
+"""
+    reads, writes = os.pipe()
+    os.close(reads)
+    given = {"stdout": writes} if stream == 1 else {"stderr": writes}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(stream)], cwd=tmp_path, check=False, timeout=100,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered}, **given,
+    )  # fmt: skip
+    os.close(writes)
+    assert done.returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["done"]
+
+
+def test_a_name_that_no_file_can_have_is_refused(place: Path) -> None:
+    done = rlhf("status", "a" * 300, cwd=place)
+    assert done.returncode == 2
+    assert done.stderr.endswith("a: File name too long; name something shorter\n"), done.stderr
+    assert len(done.stderr) < 300
+
+
 def test_an_id_of_the_hub_is_refused_without_a_network_and_without_waiting(place: Path) -> None:
     tiny(place)
     done = rlhf("run", "recipe.yaml", "pretrain.data=owner/name", "--run-dir", "run é", cwd=place)

@@ -77,6 +77,8 @@ def test_where_a_recipe_cannot_be_read_the_stages_tell_their_settings(runs: tupl
     comparison = Comparison(runs)
     assert comparison.settings() == [("ppo.learning_rate", ["0.003", "0.01"])]
     assert "⚠ b/recipe.yaml : not valid YAML: line 2" in words(comparison.page())
+    (runs[0] / "ppo-0123abcd" / "manifest.json").unlink()  # and then that one tells none
+    assert Comparison(runs).settings() == []
 
 
 def test_metrics_stand_side_by_side_with_their_difference_from_the_first(runs: tuple[Path, Path]) -> None:

@@ -13,8 +13,9 @@ from report_world import CARD, FIGURES, METRICS, SAMPLE, WORST, make_run, set_me
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.report.files import Fault
 from rlhf.pipeline.report.judgement import judge_run
-from rlhf.pipeline.report.page import write
+from rlhf.pipeline.report.page import page, write
 from rlhf.pipeline.report.run import read_run
+from rlhf.pipeline.summary import read_summary
 from rlhf.stages.evaluation.records import short_hash
 
 Rlhf = Callable[..., tuple[int, str, str]]
@@ -283,11 +284,42 @@ def test_a_stage_whose_folder_is_gone_is_not_judged(run_dir: Path, rlhf: Rlhf, q
     assert "run report run SFT is finished, but not here, so it is not judged" in shown
 
 
+def test_a_stage_whose_folder_may_not_be_looked_into_is_told_of_beside_the_others(
+    run_dir: Path, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, is_file = run_dir / "sft-0123abcd", Path.is_file
+
+    def denied(path: Path) -> bool:
+        if path.parent == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    code, out, _ = rlhf("status", str(run_dir))
+    assert code == 0
+    assert f"warning: {folder}: may not be looked into; change its mode" in out
+    assert [verdict.name for verdict in judge_run(read_run(run_dir)).values()][:2] == ["learned", "missing"]
+
+
 def test_a_number_that_no_table_can_hold_is_refused_by_status(tmp_path: Path, rlhf: Rlhf) -> None:
     run_dir = set_metrics(make_run(tmp_path, ["sft"]), "sft", eval_loss=10**400)
     code, _, err = rlhf("status", str(run_dir))
     assert code == 2
     assert "stages.sft.metrics is damaged, or of another version (eval_loss is no number that a stage measures)" in err
+
+
+@pytest.mark.parametrize(
+    "told", [{"metrics": {"eval_loss": 10**400}}, {"rows": {"data": {"kept": 10**400, "of": 1, "left_out": {}}}}]
+)
+def test_a_number_of_a_manifest_that_no_page_can_hold_is_left_out(
+    tmp_path: Path, quick: None, told: dict[str, Any]
+) -> None:
+    run_dir = make_run(tmp_path, ["sft"])
+    path = run_dir / "sft-0123abcd" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | told), encoding="utf-8")
+    run = read_run(run_dir)
+    assert [fault.file for fault in run.faults] == ["sft-0123abcd/manifest.json"]
+    page(run)
 
 
 @pytest.mark.parametrize("damage", ["[", "[]", "5", '{"step": 3}', '{"state": 5}', "[" * 10_000, b"\xff\xfe", None])
@@ -307,6 +339,24 @@ def test_the_status_of_a_run_says_where_it_cannot_tell_how_far_a_stage_is(
     assert code == 0
     assert f"how far it is cannot be told: {folder}/status.json is damaged; running again goes on" in out
     assert "so there is no result yet: how far it is cannot be told" in judge_run(read_run(run_dir))["ppo"].sentence
+
+
+def test_a_waiting_step_that_cannot_be_looked_into_is_told_of_beside_the_others(run_dir: Path, rlhf: Rlhf) -> None:
+    folder = run_dir / "feedback-0123abcd"
+    folder.mkdir()
+    texts = {"status.json": '{"state": "waiting"}', "feedback.sqlite": "no store", "settings.yaml": "prompts: ["}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    summary["stages"]["feedback"] = {"status": "waiting", "folder": folder.name}
+    (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    code, out, _ = rlhf("status", str(run_dir))
+    assert code == 0
+    assert re.search(
+        rf"^feedback +waiting +how far it is cannot be told: {folder}/settings\.yaml: cannot be", out, re.M
+    )
+    assert re.search("^ppo +done", out, re.M)
+    assert "cannot be told" in judge_run(read_run(run_dir))["feedback"].sentence
 
 
 def test_a_name_that_is_no_text_does_not_keep_a_page_from_being_written(tmp_path: Path) -> None:
@@ -330,6 +380,7 @@ def test_a_page_that_has_no_place_is_refused_before_it_is_drawn(
         ("/dev/null", "is a device or a pipe, and a page is a file; name a file"),
         (str(run_dir / "none" / "x.html"), "cannot be written: No such file or directory; name a file in a folder"),
         (str(run_dir / "recipe.yaml" / "x.html"), "cannot be written: Not a directory; name a file in a folder"),
+        (str(run_dir / "summary.json"), "is there already, and is no page; name another file"),
         (f"{run_dir}/{'x' * 300}", "cannot be written: File name too long; name a file in a folder"),
     ]
     for out, said in cases:
@@ -341,8 +392,6 @@ def test_a_page_that_has_no_place_is_refused_before_it_is_drawn(
 
 
 def test_an_unreadable_summary_is_refused_by_status(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf.pipeline.summary import read_summary
-
     def denied(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from rlhf.pipeline.tables import show_table
+from rlhf.stages.metric_names import number
 
 COLUMNS = ("stage", "what happened", "model")
 ROWS = [("sft", "loss 1.25  accuracy 0.5", "sft-0123abcd/model"), ("ppo", "", "ppo-4567cdef/model")]
@@ -41,3 +42,10 @@ def test_where_not_even_words_fit_each_row_is_told_by_itself_and_nothing_is_cut(
     assert drawn(36, monkeypatch, capsys) == [
         "sft", "what happened loss 1.25  accuracy", "0.5", "model sft-0123abcd/model", "ppo", "model ppo-4567cdef/model"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(999.4, "999"), (999.7, "1,000"), (-999.6, "-1,000"), (0.5, "0.500"), (12, "12")]
+)
+def test_a_number_has_three_digits_and_no_power_of_ten_that_it_does_not_need(value: float, shown: str) -> None:
+    assert number(value) == shown

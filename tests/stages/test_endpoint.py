@@ -273,6 +273,19 @@ def test_after_an_error_no_other_question_is_begun_and_nobody_waits_for_a_server
     goes_on.set()
 
 
+def test_without_a_thread_nothing_is_asked() -> None:
+    with pytest.raises(ValueError, match="at_once=0: ask one question at a time or more"):
+        each(str, [1], 0)
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_BYTES", 10)
+    with answering(http('{"a": 12345}')) as url, pytest.raises(EndpointError, match="with more than 10 bytes"):
+        Endpoint(url).post("/x", {})
+    with answering(http('{"a": 123}')) as url:
+        assert Endpoint(url).post("/x", {}) == {"a": 123}
+
+
 def test_of_no_questions_there_are_no_answers() -> None:
     assert each(str, [], 4) == []
 

@@ -275,6 +275,19 @@ def test_nothing_is_written_over(made: dict[str, Path], tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
 
 
+def test_of_an_export_that_failed_nothing_stays(
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device", "a file")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    for write in (export.export, export_adapter):
+        with pytest.raises(OSError, match="No space left"):
+            write(str(made["lora"] / "model"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 class Hub:
     """A hub that takes everything."""
 

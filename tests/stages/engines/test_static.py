@@ -141,7 +141,6 @@ class Graph:
 
     def replay(self) -> None:
         self.slots.beginning = self.beginning
-        self.slots._seen.clear()
         self.function()
 
 
@@ -149,13 +148,16 @@ class Graphs:
     """Those of a GPU, on a CPU."""
 
     def __init__(self, slots_: slots.Slots) -> None:
-        self.slots, self.shapes = slots_, []
+        self.slots, self.shapes, self.known = slots_, [], set[Any]()
 
     def is_known(self, shapes: Any) -> bool:
-        return True
+        return shapes in self.known
 
     def capture(self, function: Callable[[], object], shapes: Any) -> Graph:
         self.shapes.append(shapes)
+        if shapes not in self.known:
+            function()
+        self.known.add(shapes)
         return Graph(function, self.slots)
 
 
