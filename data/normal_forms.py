@@ -4,7 +4,7 @@ They look the same, and count as different prompts. `rlhf data check` tells them
 """
 
 from collections.abc import Mapping
-from unicodedata import normalize
+from unicodedata import is_normalized, normalize
 
 from rlhf.data.messages import Messages, prompt_key
 from rlhf.data.report import FIRST_FEW
@@ -21,11 +21,11 @@ class NormalForms:
         """Look at one prompt, whose `prompt_key` is `key`."""
         if r"\u" not in key or hash(key) in self._composed:  # JSON, in which all beyond ASCII is escaped
             return
-        contents = [normalize("NFC", message["content"]) for message in prompt]
-        if any(content != message["content"] for content, message in zip(contents, prompt, strict=True)):
-            composed = prompt_key([message | {"content": text} for message, text in zip(prompt, contents, strict=True)])
-            if composed != key:  # which leaves outer blanks out
-                self._composed[hash(key)] = hash(composed)
+        if all(is_normalized("NFC", message["content"]) for message in prompt):
+            return
+        composed = prompt_key([message | {"content": normalize("NFC", message["content"])} for message in prompt])
+        if composed != key:  # which leaves outer blanks out
+            self._composed[hash(key)] = hash(composed)
 
     def warnings(self, rows: Mapping[int, int]) -> list[str]:
         """One warning, if any prompts are alike; `rows` has the first row of each prompt by the hash of its key."""

@@ -38,7 +38,7 @@ _NAME_THEM = (
     "name the files to use (parts of one table as one folder; of two versions of it one alone: rows in both would "
     "count twice)"
 )
-_FEW = 10  # held-out prompts, from which no figure can be told
+_FEW = {"sft": 10, "reward": 50, "ppo": 50}  # held-out prompts, from which no loss, or no share, can be told
 _FEWEST_CHARACTERS = 1000  # of raw text, for a few short blocks and one that is held out
 
 
@@ -337,13 +337,14 @@ def _warnings(chosen: Chosen) -> Iterator[str]:
     stages: dict[str, list[str]] = {}
     for stage, sources in chosen.data.items():
         path, one = sources[0]
-        if stage != "pretrain" and stage not in chosen.held_out and one.whole and EVAL_SHARE * one.prompts < _FEW:
+        few = _FEW.get(stage, 0)
+        if stage not in chosen.held_out and one.whole and EVAL_SHARE * one.prompts < few:
             stages.setdefault(path, []).append(stage)
     for path, of in stages.items():
         prompts = chosen.data[of[0]][0][1].prompts
         held_out = max(round(EVAL_SHARE * prompts), 1)
         share = f"about {held_out} {'is' if held_out == 1 else 'are'} held out to evaluate on"
-        cure = "from which little can be told; more rows help, or an eval_data of its own"
+        cure = "from which little can be told; more rows help, an eval_data of its own, or a larger eval_share"
         yield f"{' and '.join(of)}: of the {prompts} prompts of {path} {share}, {cure}"
 
 

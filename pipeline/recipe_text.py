@@ -16,8 +16,8 @@ WIDTH = 110
 ENOUGH_STEPS = 60
 """Optimiser steps that sft and reward should make; a handful teaches nothing, however many rows each takes."""
 MOST_EPOCHS = 10
-MOST_PASSES = 40
-"""How often raw text is gone through at most. [Muennighoff et al. 2023: little is left to gain after some 16]"""
+MOST_PASSES = 16
+"""How often raw text is gone through at most. [Muennighoff et al. 2023: little is left to gain after so many]"""
 EVAL_SHARE = 0.1
 ONE_ANSWER_A_ROW = ("ranked_answers", "scored_answers")
 """Formats, whose rows the meaning of reward.data does not tell of."""
@@ -130,7 +130,7 @@ def _pretrain(
         while batch > 16 and MOST_PASSES * in_blocks / batch < 1000:
             batch //= 2
         steps = min(steps, max(int(MOST_PASSES * in_blocks / batch), ENOUGH_STEPS))
-        passes = float(f"{steps * batch / in_blocks:.1g}")
+        passes = float(f"{steps * batch / in_blocks:.2g}")
         blocks = f"{batch} blocks of {block} tokens each"
         reasons["num_steps"] = f"So many, {blocks}, go through the text some {passes:g} times."
     if not small:

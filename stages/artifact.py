@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -173,17 +172,11 @@ class Artifact:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl."""
-        return self._rows("metrics.jsonl")
+        """Rows of metrics.jsonl.
 
-    @property
-    def samples(self) -> list[dict[str, Any]]:
-        """Rows of samples.jsonl: held-out prompts with the answers of SFT and PPO."""
-        return self._rows("samples.jsonl")
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        """Raises RefusedError for a line that cannot be read, the last one apart: a kill may have cut it short."""
-        path = self.folder / name
+        Raises RefusedError for a line that cannot be read, the last one apart: a kill may have cut it short.
+        """
+        path = self.folder / "metrics.jsonl"
         if not path.exists():
             return []
         lines = [line for line in path.read_bytes().splitlines() if line.strip()]

@@ -312,11 +312,10 @@ def _is_of(models: dict[str, Any], stages: dict[str, Stage]) -> bool:
 
 def _as_evaluated(sample: dict[str, Any]) -> dict[str, Any]:
     """A row of the ppo stage's samples.jsonl in the form of evaluation.jsonl."""
-    told = {name: value for name, value in sample.items() if value is not None}
-    names = [name for name in ("sft", "ppo") if name in told]
+    names = [name for name in ("sft", "ppo") if name in sample]
     return {
-        "prompt": told["prompt"],
-        "answers": {name: told[name] for name in names},
-        "scores": {name: told[f"{name}_score"] for name in names if f"{name}_score" in told},
-        "qualities": {name: told[f"{name}_quality"] for name in names if f"{name}_quality" in told},
+        "prompt": sample["prompt"],
+        "answers": {name: sample[name] for name in names},
+        "scores": {name: sample[f"{name}_score"] for name in names if f"{name}_score" in sample},
+        "qualities": {name: sample[f"{name}_quality"] for name in names if f"{name}_quality" in sample},
     }

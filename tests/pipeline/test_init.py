@@ -420,7 +420,7 @@ def test_the_recipe_says_why_it_takes_so_many_steps(here: Path, rlhf: Call) -> N
     text = " ".join(Path("mine.yaml").read_text().replace("#", "").split())
     assert "70 optimiser steps: 54 rows to train on, 4 a step, 5 times over." in text
     # 10,000 characters, of which 9,000 are trained on: 4,500 tokens, 40 times over, in steps of 16 blocks of 64.
-    assert "So many, 16 blocks of 64 tokens each, go through the text some 40 times. num_steps: 175" in text
+    assert "So many, 16 blocks of 64 tokens each, go through the text some 16 times. num_steps: 70" in text
     assert "With 4 to train on, a prompt is answered up to 4 times in each. rollout_batch_size: 16" in text
 
 
@@ -431,6 +431,13 @@ def test_what_is_held_out_of_a_few_rows_is_warned_of(here: Path, rlhf: Call) -> 
     write_rows(here / "many.jsonl", many(100))
     assert "warning" not in rlhf("init", "own", "few.jsonl", "few_test.jsonl")[1]
     assert "warning" not in rlhf("init", "more", "many.jsonl")[1]
+    pairs = [{"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": "No."} for n in range(500)]
+    write_rows(here / "pairs.jsonl", pairs[:490])
+    assert (
+        "warning: reward and ppo: of the 490 prompts of pairs.jsonl about 49 are" in rlhf("init", "p", "pairs.jsonl")[1]
+    )
+    write_rows(here / "pairs.jsonl", pairs)
+    assert "are held out" not in rlhf("init", "all", "pairs.jsonl")[1]
 
 
 def test_why_files_are_not_used_is_said_once_with_all_of_them(here: Path, rlhf: Call) -> None:
