@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.pipeline.report import verdicts
-from rlhf.pipeline.report.ppo_verdict import STAGES_OWN, ppo
+from rlhf.pipeline.report.ppo_verdict import ppo
 from rlhf.pipeline.report.run import Run, Stage
 from rlhf.pipeline.report.verdicts import Verdict
 from rlhf.stages.metric_names import NAMES, number, of_share
@@ -83,9 +83,12 @@ CHANGES = {
 }
 
 
-def changes(stage: Stage) -> list[dict[str, Any]]:
-    """Those of its metrics that are there, each with whether it got better."""
-    metrics, shown = stage.metrics, []
+def changes(stage: Stage, run: Run) -> list[dict[str, Any]]:
+    """Those of its metrics that are there, each with whether it got better: PPO's by what its verdict rests on, so that
+    no second figure stands beside it."""
+    of_evaluation = stage.name == "ppo" and run.evidence.evaluated
+    metrics, shown = _evaluated(run) if of_evaluation else stage.metrics, []
+    by = run.evidence.source if stage.name == "ppo" else ""
     for change in CHANGES[stage.name]:
         after, before = metrics.get(change.after), metrics.get(change.before or "")
         if after is None:
@@ -93,17 +96,30 @@ def changes(stage: Stage) -> list[dict[str, Any]]:
         verdict = "" if before is None else _direction(change, before, after, metrics)
         shown.append({
             "spec": change, "stage": stage, "before": before, "after": after, "verdict": verdict,
-            "measured": _measured(stage),
+            "measured": _measured(metrics, by),
         })  # fmt: skip
     return shown
 
 
-def _measured(stage: Stage) -> str:
-    """When and on how much its final metrics were taken; empty where it is text that is held out."""
-    num = stage.metrics.get("num_eval_prompts")
-    # of the others there are no second figures, from `rlhf eval`, that they could be taken for
-    parts = [f"{number(num)} prompts" if num else "", STAGES_OWN if stage.name == "ppo" else ""]
-    return ", ".join(part for part in parts if part)
+def _evaluated(run: Run) -> dict[str, Any]:
+    """The metrics of PPO's changes as the run's evaluation has them."""
+    assert run.evaluation is not None
+    found: dict[str, Any] = {"num_eval_prompts": run.evidence.num_prompts}
+    for name, prefix in (("sft", "sft_"), ("ppo", "")):
+        figures = run.evaluation["models"].get(name) or {}
+        quality, score = ((figures.get(key) or {}).get("mean") for key in ("quality", "score"))
+        found |= {f"{prefix}true_quality": quality, f"{prefix}score": score}
+        found |= {f"{prefix}eos_share": figures.get("eos_share"), f"{prefix}kl": figures.get("kl")}
+    for pair in run.evaluation["pairs"]:
+        if (pair["one"], pair["other"]) == ("ppo", "sft"):
+            found["win_rate" if pair["by"] == "judge" else "score_win_rate"] = pair["win_rate"]
+    return found
+
+
+def _measured(metrics: dict[str, Any], by: str) -> str:
+    """By whom, and on how much, figures were taken; empty where it is text that is held out."""
+    num = metrics.get("num_eval_prompts")
+    return ", ".join(part for part in (f"{number(num)} prompts" if num else "", by) if part)
 
 
 def _direction(change: Change, before: float, after: float, metrics: dict[str, Any]) -> str:

@@ -112,7 +112,7 @@ def _is_page(path: Path) -> bool:
 def page(run: Run, price_per_hour: float | None = None) -> str:
     """The report as HTML."""
     verdicts = judge_run(run)
-    stages = [_stage(stage, run.faults) for stage in run.stages.values()]
+    stages = [_stage(stage, run) for stage in run.stages.values()]
     findings = run.metrics("ppo").get("findings") or []
     unfinished = next((name for name, stage in run.stages.items() if not stage.done or stage.missing), None)
     return (
@@ -160,14 +160,14 @@ def marked(text: str) -> Markup:
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _stage(stage: Stage, faults: list[Fault]) -> dict[str, Any]:
+def _stage(stage: Stage, run: Run) -> dict[str, Any]:
     """What the page shows of one stage beside its figures."""
     curves = {name: line for name, line in stage.curves.items() if not facts.is_of_phases(name)}
     return {
         "stage": stage,
         "purpose": PURPOSES[stage.name],
-        "warnings": _warnings(stage, faults),
-        "changes": changes(stage),
+        "warnings": _warnings(stage, run.faults),
+        "changes": changes(stage, run),
         "card": _card(stage),
         "phases": facts.phases(stage.rows),
         **draw_charts(stage.name, curves, stage.metrics),

@@ -89,6 +89,20 @@ def test_an_evaluation_of_fewer_prompts_says_that_the_verdict_rests_on_others(tm
     )
 
 
+def test_no_second_figures_stand_below_a_verdict_that_rests_on_the_evaluation(tmp_path: Path) -> None:
+    """Those of the ppo stage are of other answers, and differ by chance."""
+    sft, ppo = (MODEL | {"quality": SCORE | {"mean": mean}, "kl": kl} for mean, kl in ((0.2, None), (0.6, 9.0)))
+    content = FULL | {"models": {"sft": sft, "ppo": ppo | {"eos_share": 0.87}}, "pairs": [PAIR]}
+    own = {"win_rate": 0.8525, "num_eval_prompts": 19, "kl": 7.77, "sft_true_quality": 0.31, "true_quality": 0.71}
+    shown = words(page(set_metrics(evaluated(tmp_path, content), "ppo", **own)))
+    assert "0.200 → 0.600 quality by the judge, against SFT; 100 prompts, by rlhf eval" in shown
+    listed = shown[shown.index("by rlhf eval. ") : shown.index("all figures of this list: 100 prompts, by rlhf eval")]
+    assert "win rate over SFT by the judge 0.75 ties count half" in listed
+    assert "1.00 → 0.87" in listed
+    assert "KL from SFT, nats per response 9.00" in listed
+    assert not re.search(r"0\.85|7\.77|0\.31|0\.71", listed)
+
+
 def test_an_interval_is_the_same_in_the_table_and_in_the_verdict(tmp_path: Path) -> None:
     pair = PAIR | {"win_rate": 0.75, "interval": (0.3, 0.95)}
     shown = words(page(evaluated(tmp_path, FULL | {"settings": {"num_prompts": 4}, "pairs": [pair]})))
