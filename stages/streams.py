@@ -25,10 +25,14 @@ def go_on_unread() -> None:
 
 
 def _going_on(stream: Any) -> Any:
-    if not isinstance(stream, io.TextIOWrapper):  # somebody else's, as in a test
+    try:
+        number = stream.fileno()
+    except (AttributeError, OSError, ValueError):  # somebody's own, which writes to no file
+        return stream
+    if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
-    raw = _Unread(stream.fileno(), "w", closefd=False)
+    raw = _Unread(number, "w", closefd=False)
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),
         stream.encoding,
