@@ -355,6 +355,7 @@ class Runtime(Processes, Generic[AnyStage]):
         self.say(
             f"stopped at step {step} of {self.num_steps}; state is kept in {self.folder}; run again to go on from there"
         )
+        self.wait_for_all()  # a launcher ends the others once one has ended, and this was to be said
         self.close()
         raise Stopped(self._stop_code)
 
