@@ -40,7 +40,9 @@ _CURES = {
 
 
 def of_file(error: OSError) -> str:
-    """What the system says of a file, of which, and what would work."""
+    """What the system says of a file, of which, and what would work; of what is no file's, its kind and text."""
+    if error.filename is None and error.errno not in _CURES:  # such as a connection's
+        return named_error(error)
     name = str(error.filename or "standard output, or a file")
     shown = name if len(name) <= 200 else f"{name[:100]} … {name[-100:]}"
     cure = _CURES.get(error.errno or 0)

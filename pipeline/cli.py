@@ -1,11 +1,10 @@
 """The command line: `rlhf run demo`. A command imports what it needs when it runs: --help stays quick."""
 
-import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
+from errno import ENAMETOOLONG
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +48,8 @@ app.add_typer(data_app, name="data")
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         print(version("rlhf-toolkit"))
         raise typer.Exit
 
@@ -101,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _show(error, str(error))
         sys.exit(1)
     except OSError as error:
-        _show(error, of_file(error))
-        sys.exit(1 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or not error.filename else 2)
+        _show(error, f"{of_file(error)} (--debug shows where)")
+        sys.exit(2 if error.errno == ENAMETOOLONG else 1)  # of others one cannot tell what had begun
     except Exception as error:
         _show(error, f"{type(error).__name__}: {error} (--debug shows where)")
         sys.exit(1)

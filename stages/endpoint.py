@@ -28,6 +28,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from rlhf.data.errors import printable
+
 WAITS = (2.0, 10.0, 50.0)
 """Seconds before a request is made again that the server could not take just now: for each time one wait."""
 SECONDS_TO_END = 2.0
@@ -149,8 +151,7 @@ class Endpoint:
 
 def _shown(text: str, limit: int = MAX_CHARACTERS) -> str:
     """On one line, without what a terminal would take for commands, and of a length that people read."""
-    plain = "".join(sign if sign.isprintable() else " " for sign in _ESCAPE.sub("", text))
-    line = " ".join(plain.split())
+    line = " ".join(printable(_ESCAPE.sub("", text)).split())
     end = limit // 3  # where the cure stands
     return line if len(line) <= limit else f"{line[: limit - end - 3]} … {line[-end:]}"
 

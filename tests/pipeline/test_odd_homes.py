@@ -150,7 +150,7 @@ print("done", file=open("done", "w"))
 def test_a_name_that_no_file_can_have_is_refused(place: Path) -> None:
     done = rlhf("status", "a" * 300, cwd=place)
     assert done.returncode == 2
-    assert done.stderr.endswith("a: File name too long; name something shorter\n"), done.stderr
+    assert done.stderr.endswith("a: File name too long; name something shorter (--debug shows where)\n"), done.stderr
     assert len(done.stderr) < 300
 
 

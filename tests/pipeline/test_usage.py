@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from rlhf.data.errors import of_file
+
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -46,3 +48,19 @@ def test_no_command_is_listed_with_half_a_sentence(
     assert code == 0
     assert "Commands:" in out
     assert "..." not in out[out.index("Commands:") :]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "a/b"), "a/b: No space left on device; make room there"),
+        (
+            OSError(28, "No space left on device"),
+            "standard output, or a file: No space left on device; make room there",
+        ),
+        (OSError("the hub could not be reached"), "OSError: the hub could not be reached"),
+        (ConnectionResetError(104, "reset by peer"), "ConnectionResetError: [Errno 104] reset by peer"),
+    ],
+)
+def test_what_the_system_says_is_told_with_the_file_if_it_is_of_one(error: OSError, said: str) -> None:
+    assert of_file(error) == said
