@@ -64,7 +64,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "8b": {
         "shape": {**LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-        **EPISODES, "microbatch": 8, "half": True,
+        **EPISODES, "microbatch": 8, "half": True, "reward": "adapter",
     },
 }  # fmt: skip
 SIZES["early"] = {**SIZES["small"], "mean_length": 22}  # cut off at 48 tokens, their mean is about 20
@@ -203,7 +203,7 @@ def build(folder: Path, size: str) -> None:
     given = SIZES[size]
     build_world(
         folder, given["shape"], 2 * given["prompts"], given["prompt_tokens"], given.get("mean_length"),
-        half=given.get("half", False),
+        half=given.get("half", False), whole_reward=given.get("reward") != "adapter",
     )  # fmt: skip
     base = load_policy(str(folder / "policy"), load_tokenizer(str(folder / "policy")), torch.bfloat16)
     classifier = adapters.classifier_on(base)

@@ -6,7 +6,8 @@
     python benchmarks/several_gpus.py placement [1b]      scoring models on a second GPU, and sampling one step off
     python benchmarks/several_gpus.py … --small           tiny models, and on CPUs where there is no GPU, to try it
 
-`--processes 1 2 4` says on how many; by default all of these that are there. Each line is a launch of its own, by
+`--processes 1 2 4` says on how many; by default all of these that are there. `--settings` are further ones of PPO, as
+JSON, such as {"weights": "bf16", "compile": true}. Each line is a launch of its own, by
 `accelerate launch` with a shipped config, of a stage's own `train`, which is left after some steps. In weak scaling
 each process has the same share of a batch whatever their number; `efficiency` is the rate of a process over that of one
 alone. Rates are medians over the steps that are logged, the first left out; GiB is the highest of any process.
@@ -42,7 +43,7 @@ SIZES["7b"] = {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 1024,
     },
-    "prompts": 16, "prompt_tokens": 128, "new_tokens": 256, "microbatch": 4,
+    "prompts": 16, "prompt_tokens": 128, "new_tokens": 256, "microbatch": 4, "half": True,
 }  # fmt: skip
 SIZES["tiny"] = {
     "shape": {**LLAMA3, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, help="by default 1, 2, 4 and 8, as many as there are GPUs")
     parser.add_argument("--small", action="store_true", help="tiny models, to try it")
     parser.add_argument("--only", choices=("pretrain", "ppo"), help="of scaling: this stage alone")
+    parser.add_argument("--settings", type=json.loads, default={}, help="further settings of PPO, as JSON")
     parser.add_argument("--plot", type=Path, help="of curves: draw them into this SVG")
     parser.add_argument("--child", nargs=4, metavar=("STAGE", "FOLDER", "ROWS", "ANSWER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -97,7 +99,7 @@ def scaling(options: argparse.Namespace, home: Path, processes: list[int]) -> No
     if options.only != "pretrain":
         size = "tiny" if options.small else "1b"
         make_world(home / "world", size)
-        table(f"PPO {size}, samples/s", [(n, measure(ppo(home, size, n))) for n in processes])
+        table(f"PPO {size}, samples/s", [(n, measure(ppo(home, size, n, options.settings))) for n in processes])
 
 
 def table(title: str, found: list[tuple[int, dict[str, Any]]]) -> None:
@@ -112,7 +114,8 @@ def sharded(options: argparse.Namespace, home: Path, processes: list[int]) -> No
     """One PPO iteration and the next of a model that one card cannot train."""
     size, number = ("tiny" if options.small else "7b"), processes[-1]
     make_world(home / "world", size)
-    launch = ppo(home, size, number, {"gradient_checkpointing": True, "weights": "bf16"} if size == "7b" else {})
+    more = {"gradient_checkpointing": True, "weights": "bf16"} if size == "7b" else {}
+    launch = ppo(home, size, number, more | options.settings)
     found = measure(Launch("ppo", launch.settings, number, "fsdp2", rows=2))
     print(
         f"PPO {size}, FSDP2 on {number}: {found['seconds']:.2f} s an iteration (the first {found['first']:.1f}), "
@@ -131,38 +134,49 @@ def placement(options: argparse.Namespace, home: Path, processes: list[int]) -> 
     }
     print(f"PPO {size}\n{'':26}{'s/iteration':>12}{'rollout':>10}{'scoring':>10}{'update':>10}{'GiB':>8}", flush=True)
     for name, more in asked.items():
-        one = measure(ppo(home, size, 1, more))
+        one = measure(ppo(home, size, 1, more | options.settings))
         phases = "".join(f"{one['phases'].get(phase, 0.0):10.2f}" for phase in ("rollout", "scoring", "update"))
         print(f"{name:26}{one['seconds']:12.2f}{phases}{one['gib']:8.2f}", flush=True)
 
 
 def curves(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
-    """Losses of the same steps on each number of processes: the largest difference, and a drawing."""
-    number = 40 if options.small else 300
+    """Losses of the same steps on each number of processes: how far they are from those on one, and a drawing.
+
+    The text is Python's own library. How far rounding alone leads tells a second run on the first number of processes,
+    which differs in its microbatches.
+    """
+    number, batch = (40 if options.small else 300), 64
+    text = home / "library.jsonl"
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    text.write_text("".join(json.dumps({"text": file.read_text("utf-8", "replace")}) + "\n" for file in files))
     settings = {
-        "data": {"path": "rlhf.recipes.demo_world:documents", "options": {"num": 4000}}, "vocab_size": 512,
+        "data": str(text), "vocab_size": 512,
         **(SMALL if options.small else {"hidden_size": 384, "num_layers": 6, "num_heads": 6, "context_length": 256}),
-        "seed": 0, "global_batch_size": 64, "learning_rate": 1e-3, "num_steps": number + 1, "log_every": 1,
+        "seed": 0, "global_batch_size": batch, "learning_rate": 1e-3, "num_steps": number + 1, "log_every": 1,
         "eval_every": 1000, "save_every": 1000, "report_to": [],
     }  # fmt: skip
-    found = {}
-    for n in processes:
-        found[n] = measure(Launch("pretrain", settings, n, rows=number))["losses"]
-        apart = max(abs(a - b) for a, b in zip(found[n], found[processes[0]], strict=True))
-        print(f"{n} processes: loss {found[n][-1]:.4f} at step {number}; at most {apart:.1e} from {processes[0]}'s")
+    first = processes[0]
+    asked = {f"{n} process" + "es" * (n > 1): (n, settings) for n in processes}
+    asked[f"{first}, other microbatches"] = (first, settings | {"microbatch_size": batch // first // 4})
+    found: dict[str, list[float]] = {}
+    print(f"{'':24}{'loss of step ' + str(number):>20}{'apart at most':>16}{'at the median':>16}", flush=True)
+    for name, (n, its) in asked.items():
+        found[name] = measure(Launch("pretrain", its, n, rows=number))["losses"]
+        apart = [abs(a - b) for a, b in zip(found[name], next(iter(found.values())), strict=True)]
+        print(f"{name:24}{found[name][-1]:20.4f}{max(apart):16.1e}{statistics.median(apart):16.1e}", flush=True)
     if options.plot:
         draw(options.plot, found)
 
 
-def draw(path: Path, found: dict[int, list[float]]) -> None:
+def draw(path: Path, found: dict[str, list[float]]) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.2))
-    for width, (number, losses) in zip((5, 3, 1.5, 0.8), found.items(), strict=False):
-        axes.plot(range(1, len(losses) + 1), losses, linewidth=width, label=f"{number} process" + "es" * (number > 1))
+    for width, (name, losses) in zip((5, 3.5, 2, 1, 0.6), found.items(), strict=False):
+        axes.plot(range(1, len(losses) + 1), losses, linewidth=width, label=name)
     axes.set(xlabel="step", ylabel="training loss, nats per token")
     axes.legend()
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})

@@ -15,12 +15,13 @@ def build_world(
     prompt_tokens: int,
     mean_length: int | None = None,
     half: bool = False,
+    whole_reward: bool = True,
 ) -> None:
     """policy/, reward/ (a one-label classifier) and prompts.jsonl in `folder`, of a Llama `shape`.
 
     With a `mean_length` the policy's head is tilted so that eos has one chance in so many at each token; without,
-    no answer ever ends. `half`: weights in bf16, and of the reward model nothing but its config (a benchmark puts an
-    adapter there).
+    no answer ever ends. `half`: weights in bf16. Without `whole_reward`, of the reward model nothing but its config (a
+    benchmark puts an adapter there).
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -37,7 +38,7 @@ def build_world(
         tokenizer.save_pretrained(folder / "policy")
         del policy
         of_reward = LlamaConfig(**{**config.to_dict(), "num_labels": 1})
-        reward = of_reward if half else LlamaForSequenceClassification(of_reward)
+        reward = LlamaForSequenceClassification(of_reward) if whole_reward else of_reward
         reward.save_pretrained(folder / "reward")
         tokenizer.save_pretrained(folder / "reward")
     torch.set_default_dtype(before)

@@ -66,7 +66,8 @@ def _of_one(held: Held, case: Case, most: dict[str, float], exchange: Exchange) 
         found["gradients"] = found["gradients"] / number + exchange.gradients
     else:
         found["optimiser"] = held.moments
-        found["gradients"] += held.gradients if number > 1 else 0.0  # DDP reduces copies
+        if number > 1:  # they lie in what DDP sends, which is there all the time
+            found["gradients"] = max(found["gradients"], held.gradients)
     return found
 
 

@@ -286,6 +286,7 @@ class PolicyModel(nn.Module):
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer of a decoder by itself, for any shapes: what is compiled for one layer serves all."""
     torch._dynamo.config.recompile_limit = 64  # the code of a layer is compiled for every role, type and mode
+    torch._dynamo.config.specialize_float = True  # else an epsilon is a tensor on the CPU, made anew in every call
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.forward = torch.compile(module.forward, dynamic=True)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs, gather_object, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object, set_seed
 from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
@@ -41,6 +41,9 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """How long processes wait for one that is at work: it may be making tokens of a large text, or judging answers."""
 
+_DDP = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+"""Buffers of decoders are the same everywhere, and gradients are not kept once more for their way to the others."""
+
 
 class Runtime(Processes, Generic[AnyStage]):
     """One stage's run in its folder."""
@@ -60,7 +63,7 @@ class Runtime(Processes, Generic[AnyStage]):
         sharding.asked_for()  # before Accelerate looks
         accelerator = Accelerator(
             mixed_precision=choose_precision(settings.precision, settings.stage),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE), _DDP],
         )
         super().__init__(accelerator)
         self.check(settings.stage)

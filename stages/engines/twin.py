@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.stages.adapters import shared_copy
+from rlhf.stages.adapters import SAME_INPUT, shared_copy
 from rlhf.stages.engines.slots import NAME
 from rlhf.stages.models import compile_layers, logit_rule
 from rlhf.stages.token_logprobs import products
-
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Twin:
@@ -82,7 +80,7 @@ class Twin:
         return logits if head.bias is None else logits + head.bias
 
     def _simplify(self, module: nn.Module) -> None:
-        for names in _TOGETHER:
+        for names in SAME_INPUT:
             layers = [getattr(module, name, None) for name in names]
             if all(isinstance(_base(layer), nn.Linear) for layer in layers):
                 product = self._product(layers)

@@ -82,7 +82,7 @@ MOST = {"update": {"weights": 100.0 * GIB, "gradients": 400.0 * GIB, "activation
 
 
 @pytest.mark.parametrize(("layout", "weights", "gradients", "optimiser"), [
-    ("ddp", 800 + 100, 400 + 400, 1600), ("zero2", 800 + 100, 400 / 4 + 5, 1600 / 4),
+    ("ddp", 800 + 100, 400, 1600), ("zero2", 800 + 100, 400 / 4 + 5, 1600 / 4),
     ("fsdp2", 800 / 4 + 30, 400 / 4 + 5, 1600 / 4),
 ])  # fmt: skip
 def test_a_process_holds_its_part_and_what_is_whole_at_one_time(
@@ -94,6 +94,11 @@ def test_a_process_holds_its_part_and_what_is_whole_at_one_time(
         "weights": weights, "optimiser": optimiser, "gradients": gradients, "activations": 70, "cache": 0, "logits": 0
     }  # fmt: skip
     assert (found.sent, found.hidden, found.times, found.flops) == (7, 0.5, 9, 3)
+
+
+def test_ddp_keeps_room_for_gradients_in_a_phase_that_has_none() -> None:
+    found = {n: phase_of("rollout", HELD, case("bf16", n), {"rollout": {}}, 1).gib["gradients"] for n in (1, 4)}
+    assert found == {1: 0, 4: 400}
 
 
 def test_the_moment_with_the_most_may_be_another_where_models_lie_in_parts() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.data.collate import pad_left, pad_right
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.stages.adapters import add_lora
 from rlhf.stages.models import (
     PolicyModel,
     check_hand_over,
     check_positions,
+    compile_layers,
     fresh_head,
     hand_over,
     load_policy,
@@ -24,8 +27,9 @@ from rlhf.stages.models import (
     load_tokenizer,
     save_folder,
 )
-from rlhf.stages.packing import reads_packs
+from rlhf.stages.packing import read, reads_packs
 from rlhf.stages.ppo.layout import recompute_layers
+from rlhf.stages.settings import LoraSettings
 
 
 def test_logprobs_do_not_depend_on_left_padding_or_batch_mates(policy: Any) -> None:
@@ -277,3 +281,27 @@ def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
     check_positions("sft.max_length", 64, tiny_policy())
     with pytest.raises(SettingsError, match=r"sft\.max_length is 65, but the model has 64 positions"):
         check_positions("sft.max_length", 65, tiny_policy())
+
+
+# --- compiled layers
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_layer_is_given_no_numbers_that_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epsilon or an adapter's scale would be a tensor on the CPU, made anew in every call, with code of its own."""
+    given: list[Any] = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        given.append(inputs)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = tiny_policy("llama")
+    add_lora(model, LoraSettings(r=2))
+    compile_layers(model)
+    for length in (5, 6):
+        read(model, torch.ones(2, length, dtype=torch.long))
+    assert 1 <= len(given) <= 2  # the first layer's input needs no gradient, that of the others does
+    for inputs in given:
+        assert torch.float64 not in {getattr(x, "dtype", None) for x in inputs}
+        assert not any(isinstance(x, float | torch.SymFloat) for x in inputs)

@@ -353,7 +353,7 @@ def test_the_merged_model_says_what_adapter_and_base_say(finished: MakeFinished,
         assert torch.allclose(logprobs(by_peft.base_model.model), merged, atol=1e-5)
         base = load_policy(given["model"], tokenizer)
         adapters.load_adapter(base, folder / part / "adapter")
-        assert torch.equal(logprobs(base), logprobs(by_peft.base_model.model))
+        assert torch.allclose(logprobs(base), logprobs(by_peft.base_model.model), atol=1e-5)
         assert not torch.allclose(merged, logprobs(load_policy(given["model"], tokenizer)), atol=1e-2)
 
 
