@@ -167,8 +167,8 @@ def measured(case: str, section: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from rlhf.stages import logs
-    from rlhf.stages.artifact import write_settings
     from rlhf.stages.budget_recipe import SECTIONS
+    from rlhf.stages.settings_file import write_settings
 
     stage = case.split()[0]
     train = importlib.import_module(f"rlhf.stages.{stage}.train").train

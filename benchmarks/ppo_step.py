@@ -113,12 +113,13 @@ def measure(options: argparse.Namespace, size: str) -> dict[str, dict[str, Any]]
     with tempfile.TemporaryDirectory() as name:
         make_world(Path(name), size)
         runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-        for _ in range(options.rounds):
+        figures: dict[str, dict[str, Any]] = {}
+        for number in range(options.rounds):
             for side in sides:
                 runs[side].append(child(options, size, side, name))
-        figures = {side: summed_up(found, given["prompts"]) for side, found in runs.items()}
-        for side, one in figures.items():
-            print(line(side, one, figures.get(TRL)), flush=True)
+                if number == options.rounds - 1:
+                    figures[side] = summed_up(runs[side], given["prompts"])
+                    print(line(side, figures[side], figures.get(TRL)), flush=True)
         if size == "small" and options.trl112:
             child(options, size, TRL, name, "--learning-rate", "0", "--iterations", "1")
             difference = child(options, size, "compare", name)
@@ -217,9 +218,9 @@ def run_ours(world: Path, given: dict[str, Any], layout: str, iterations: int, m
     import torch
 
     from rlhf.stages import logs
-    from rlhf.stages.artifact import write_settings
     from rlhf.stages.ppo import train as ppo
     from rlhf.stages.ppo.config import PPOSettings
+    from rlhf.stages.settings_file import write_settings
 
     settings = PPOSettings.load(
         {

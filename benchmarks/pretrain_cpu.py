@@ -71,8 +71,8 @@ def a_text(length: int) -> str:
 
 def write(folder: Path, size: str, text: Path, num_steps: int) -> None:
     """The stage's folder with its settings."""
-    from rlhf.stages.artifact import write_settings
     from rlhf.stages.pretrain.config import PretrainSettings
+    from rlhf.stages.settings_file import write_settings
 
     width, layers = SIZES[size]
     fields: dict[str, Any] = {

@@ -174,8 +174,8 @@ def shakespeare(options: argparse.Namespace) -> dict[str, Any]:
 
     from rlhf.pipeline.recipe import load_recipe
     from rlhf.stages import logs
-    from rlhf.stages.artifact import write_settings
     from rlhf.stages.pretrain.train import train
+    from rlhf.stages.settings_file import write_settings
 
     section = load_recipe(options.child, [f"pretrain.data={options.text}"]).pretrain
     assert section is not None

@@ -91,8 +91,9 @@ def compare(folder: Path, model: str, seed: int) -> None:
 
 def curve(folder: Path, fields: dict[str, Any]) -> list[tuple[int, float]]:
     """(step, held-out accuracy) of the stage's training."""
-    from rlhf.stages.artifact import Artifact, write_settings
+    from rlhf.stages.artifact import Artifact
     from rlhf.stages.reward.config import RewardSettings
+    from rlhf.stages.settings_file import write_settings
 
     settings = {
         **fields, "judge": f"{WORLD}:judge", "pooling": "mean", "max_length": 96, "learning_rate": 1e-3,

@@ -3,6 +3,7 @@
     python benchmarks/rollout.py                 124M and 1B in bfloat16, 64 and 256 prompts; needs a GPU
     python benchmarks/rollout.py --only 124M     or: "1B B64", …
     python benchmarks/rollout.py --small         a model of the demo's size in float32, for a CPU
+    python benchmarks/rollout.py --run RUN       the SFT and PPO models of a finished run, `rlhf run demo` say
     python benchmarks/rollout.py --json FILE     the rows of the table, for machines
 
 Prompts of 128 random tokens, 256 new ones, no early stop; models are random. Seconds are of the whole call, the least
@@ -13,12 +14,17 @@ of a batch of `generate`); useful tokens per second, and their share of the fixe
 largest distance of the engine's log-probabilities from those of a teacher-forced forward pass. `chi2`: distance of
 4,096 second tokens from their law, in standard deviations of the chi-squared distribution, at temperatures 1 and 0.7
 (below 4 is as it should be).
+
+`--run`: a rollout of the run's PPO stage, its prompts and its limits, by its own two models, which end their answers;
+seconds are medians of eleven turns.
 """
 
 import argparse
 import gc
 import json
 import random
+import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -28,6 +34,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StoppingCriteriaList
 
+from rlhf.data.collate import pad_left
 from rlhf.stages.engines import Responses, static
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.packing import sent
@@ -53,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--only", default="", help="only those whose names hold this")
     parser.add_argument("--small", action="store_true", help="a model of the demo's size, for a CPU")
+    parser.add_argument("--run", type=Path, help="the models and prompts of a finished run")
     parser.add_argument("--no-peer", action="store_true", help="ours alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -60,6 +68,9 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     bandwidth = measured_bandwidth(device)
     print(f"{date.today()}, {name}, torch {torch.__version__}, copying {bandwidth / 1e9:,.0f} GB/s", flush=True)
+    if options.run:
+        of_run(options.run, device)
+        return
     shapes = [("small", 64), ("small", 128)] if options.small else [(n, b) for n in ("124M", "1B") for b in (64, 256)]
     rows = []
     for shape, size in shapes:
@@ -126,6 +137,45 @@ def peers(model: PreTrainedModel, prompts: list[list[int]], new: int, dynamic_on
         call()
         found[name] = len(prompts) * new / seconds(call, 2)
     return found
+
+
+@torch.no_grad()
+def of_run(run: Path, device: torch.device) -> None:
+    """The table of a run: seconds of a rollout of its SFT and of its PPO model, ours and `generate`."""
+    from rlhf.data.rows import read_prompts
+    from rlhf.data.tokens import encode_prompt
+    from rlhf.stages.models import load_policy, load_tokenizer
+    from rlhf.stages.ppo.config import PPOSettings
+    from rlhf.stages.settings_file import read_settings
+
+    stages = sorted(run.glob("ppo-*/manifest.json"), key=lambda path: path.stat().st_mtime)
+    if not stages:
+        sys.exit(f"{run}: no finished ppo stage")
+    stage = stages[-1].parent
+    settings = read_settings(stage, PPOSettings)
+    print(f"{'':6}{'rows':>6}{'tokens, mean':>14}{'longest':>9}{'ours, s':>10}{'generate, s':>13}{'ratio':>8}")
+    for name, folder in (("SFT", str(settings.model)), ("PPO", str(stage / "model"))):
+        tokenizer = load_tokenizer(folder)
+        model = load_policy(folder, tokenizer).to(device).eval()
+        rows = read_prompts(settings.data, settings.max_dropped).rows
+        encoded = [encode_prompt(tokenizer, row.messages) for row in rows]
+        prompts = [row for row in encoded if len(row) <= settings.max_prompt_length][: settings.rollout_batch_size]
+        law = settings.max_new_tokens, settings.temperature, [tokenizer.eos_token_id], tokenizer.pad_token_id
+        engine, padded = StaticEngine(model, compiled=True), pad_left(prompts, tokenizer.pad_token_id)
+        ids, mask = (x.to(device) for x in padded)
+        given = usual_settings(ids, law[0]) | {"attention_mask": mask, "eos_token_id": law[2], "pad_token_id": law[3]}
+        turns = []
+        found = engine.generate(prompts, *law)
+        model.generate(ids, temperature=law[1], **given)
+        for _ in range(11):
+            ours = seconds(lambda: engine.generate(prompts, *law), 1)  # noqa: B023
+            turns.append((ours, seconds(lambda: model.generate(ids, temperature=law[1], **given), 1)))  # noqa: B023
+        ours, theirs = (statistics.median(times) for times in zip(*turns, strict=True))
+        lengths = found.mask.sum(-1)
+        print(
+            f"{name:6}{len(prompts):6}{lengths.float().mean():14.1f}{lengths.max():9}{ours:10.3f}{theirs:13.3f}"
+            f"{theirs / ours:8.2f}", flush=True,
+        )  # fmt: skip
 
 
 def usual_settings(ids: torch.Tensor, new: int) -> dict[str, Any]:

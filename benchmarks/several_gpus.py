@@ -251,9 +251,9 @@ def measure(launch: Launch) -> dict[str, Any]:
 
 
 def write_stage(folder: Path, launch: Launch) -> None:
-    from rlhf.stages.artifact import write_settings
     from rlhf.stages.ppo.config import PPOSettings
     from rlhf.stages.pretrain.config import PretrainSettings
+    from rlhf.stages.settings_file import write_settings
 
     cls = {"pretrain": PretrainSettings, "ppo": PPOSettings}[launch.stage]
     write_settings(folder, cls.load(launch.settings, launch.stage))

@@ -36,8 +36,8 @@ from worlds import EOS, PAD, numbered_words
 WARM_UP = 10
 BASELINE = "trl"
 SIDES: dict[str, dict[str, Any]] = {
-    "trl as it comes": {"gradient_checkpointing": True},
     "trl": {"gradient_checkpointing": False},
+    "trl as it comes": {"gradient_checkpointing": True},
     "trl compiled": {"gradient_checkpointing": False, "torch_compile": True},
     "ours padded": {"packing": False},
     "ours": {},
@@ -97,36 +97,27 @@ def measure(what: str, world: Path, options: argparse.Namespace) -> dict[str, An
     if options.small:  # without a GPU nothing is compiled, nor packed unasked
         names = [name for name in names if "compiled" not in name and name != "ours"]
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    failed: dict[str, str] = {}
-    for _ in range(options.rounds):
-        for name in names:
-            if name in failed:
-                continue
+    table: dict[str, Any] = {}
+    columns = ("ms / step", "processor", "tokens / s", "ratio", "peak GiB", "loss", "start s")
+    print(f"{what:18}" + "".join(f"{column:>12}" for column in columns), flush=True)
+    for number in range(options.rounds):
+        for name in (name for name in names if name not in table):
             words = [sys.executable, __file__, what, "--child", name, "--world", str(world)]
             words += ["--small"] if options.small else []
             answer = subprocess.run(words, capture_output=True, text=True, check=False, cwd=world)
             if answer.returncode:
-                failed[name] = answer.stderr.strip()[-1500:]
-            else:
-                turns[name].append(json.loads(answer.stdout.splitlines()[-1]))
-    columns = ("ms / step", "processor", "tokens / s", "ratio", "peak GiB", "loss", "start s")
-    print(f"{what:18}" + "".join(f"{column:>12}" for column in columns), flush=True)
-    table: dict[str, Any] = {}
-    for name in names:
-        if name in failed:
-            print(f"{name:18} failed: {failed[name]}", flush=True)
-            table[name] = {"failed": failed[name]}
-            continue
-        middle = {key: statistics.median(turn[key] for turn in turns[name]) for key in turns[name][0]}
-        table[name] = {**middle, "turns": turns[name]}
-    for name in (name for name in names if name not in failed):
-        row = table[name]
-        row["ratio"] = table[BASELINE]["ms"] / row["ms"] if BASELINE not in failed else math.nan
-        print(
-            f"{name:18}{row['ms']:12.1f}{row['processor_ms']:12.1f}{row['rate']:12,.0f}{row['ratio']:11.2f}x{row['peak']:12.2f}{row['loss']:12.4f}"
-            f"{row['start']:12.1f}",
-            flush=True,
-        )
+                table[name] = {"failed": answer.stderr.strip()[-1500:]}
+                print(f"{name:18} failed: {table[name]['failed']}", flush=True)
+                continue
+            turns[name].append(json.loads(answer.stdout.splitlines()[-1]))
+            if number == options.rounds - 1:
+                row = {key: statistics.median(turn[key] for turn in turns[name]) for key in turns[name][0]}
+                row["ratio"] = table.get(BASELINE, row).get("ms", math.nan) / row["ms"]
+                table[name] = {**row, "turns": turns[name]}
+                print(
+                    f"{name:18}{row['ms']:12.1f}{row['processor_ms']:12.1f}{row['rate']:12,.0f}{row['ratio']:11.2f}x"
+                    f"{row['peak']:12.2f}{row['loss']:12.4f}{row['start']:12.1f}", flush=True,
+                )  # fmt: skip
     return table
 
 
@@ -224,7 +215,8 @@ def run_ours(what: str, world: Path, size: dict[str, Any], fields: dict[str, Any
 
     from transformers import TrainerCallback
 
-    from rlhf.stages.artifact import Artifact, write_settings
+    from rlhf.stages.artifact import Artifact
+    from rlhf.stages.settings_file import write_settings
 
     config = importlib.import_module(f"rlhf.stages.{what}.config")
     stage = importlib.import_module(f"rlhf.stages.{what}.train")

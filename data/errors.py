@@ -1,7 +1,10 @@
 """The errors people see: what was found, where, and what would work; and what a signal raises."""
 
 import errno
+import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class RefusedError(ValueError):
@@ -20,7 +23,7 @@ class Stopped(SystemExit):
     """A signal ended what was being done, which can be resumed; `code` is the exit code that goes with it."""
 
 
-def is_stop(error: BaseException) -> bool:
+def _is_stop(error: BaseException) -> bool:
     """Whether a signal raised it. A function of somebody's may raise SystemExit or KeyboardInterrupt of its own, which
     then is an error like any other: Ctrl-C raises the latter only where nobody handles the signal in another way."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -30,12 +33,14 @@ def is_stop(error: BaseException) -> bool:
 _CURES = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there",
-    errno.EACCES: "change its mode, or name another place",
-    errno.EPERM: "change its mode, or name another place",
+    errno.EACCES: "change its mode, or that of its folder, or name another place",
+    errno.EPERM: "change its mode, or that of its folder, or name another place",
     errno.EROFS: "name another place",
     errno.ENAMETOOLONG: "name something shorter",
     errno.ENOENT: "look whether its folder is there",
     errno.ENOTDIR: "name a place in a folder",
+    errno.EISDIR: "name a file",
+    errno.ELOOP: "its link leads to itself; name another place",
 }
 
 
@@ -43,7 +48,7 @@ def of_file(error: OSError) -> str:
     """What the system says of a file, of which, and what would work; of what is no file's, its kind and text."""
     if error.filename is None and error.errno not in _CURES:  # such as a connection's
         return named_error(error)
-    name = str(error.filename or "standard output, or a file")
+    name = str(error.filename or ("standard output, or a file" if _is_somewhere() else "the folder that you are in"))
     shown = name if len(name) <= 200 else f"{name[:100]} … {name[-100:]}"
     cure = _CURES.get(error.errno or 0)
     return f"{shown}: {error.strerror or error}" + (f"; {cure}" if cure else "")
@@ -54,10 +59,30 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() or sign in "\n\t" else " " for sign in text)
 
 
+def _is_somewhere() -> bool:
+    """Whether the folder that the process is in is still there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def named_error(error: BaseException) -> str:
     """Kind and text of an error of somebody's code, on one line."""
     text = printable(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def told_as(told: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """What somebody's code raises, SystemExit too, is raised as what `told` makes of it; a signal's stays as it is."""
+    try:
+        yield
+    except BaseException as error:
+        if _is_stop(error):
+            raise
+        raise told(error) from error
 
 
 def first_line(error: Exception) -> str:

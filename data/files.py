@@ -275,7 +275,7 @@ def new_file(path: Path, force: bool = False) -> Iterator[IO[bytes]]:
             yield file
         os.replace(writing, path)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error}") from error
+        raise SettingsError(f"{path}: cannot be written: {error.strerror or error}; name another place") from error
     finally:
         writing.unlink(missing_ok=True)
 

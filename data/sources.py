@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rlhf.data.errors import DataError, Stopped, first_line, is_stop, named_error
+from rlhf.data.errors import DataError, Stopped, first_line, named_error, told_as
 from rlhf.data.files import (
     KNOWN_SUFFIXES,
     Row,
@@ -179,14 +179,14 @@ def load_function(reference: str) -> Callable[..., Any]:
     module_name, _, function_name = reference.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # last, so that a user's own folders never hide an installed package
-    try:
+
+    def told(error: BaseException) -> DataError:
+        if isinstance(error, ImportError | AttributeError):
+            return DataError(f"{reference}: {error}; package.module:function must be importable here")
+        return DataError(f"{reference}: importing it raised {named_error(error)}")
+
+    with told_as(told):
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"{reference}: {error}; package.module:function must be importable here") from error
-    except BaseException as error:  # whatever a user's module does while it is imported, SystemExit too
-        if is_stop(error):
-            raise
-        raise DataError(f"{reference}: importing it raised {named_error(error)}") from error
     if not callable(function):
         raise DataError(f"{reference}: found {type(function).__name__}, not a function")
     return function

@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from rlhf.pipeline.cli import app
+from rlhf.pipeline.commands import app
 
 PAGE = Path(__file__).parent / "commands.md"
 WIDTH = 100

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.pipeline.errors import begun
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import make_plan
 from rlhf.pipeline.recipe import load_recipe
@@ -69,9 +70,10 @@ def clean(run_dir: Path, yes: bool) -> None:
             print(note)
         sys.stdout.flush()  # all is told before anything goes
         freed = sum(item.size for item in going)
-        for item in going:
-            if left := delete(item):
-                print(f"{item.path.name} stays, with what is not ours: {', '.join(path.name for path in left)}")
+        with begun():
+            for item in going:
+                if left := delete(item):
+                    print(f"{item.path.name} stays, with what is not ours: {', '.join(path.name for path in left)}")
         print(f"{size_text(freed)} freed")
 
 

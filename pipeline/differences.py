@@ -7,9 +7,10 @@ from typing import Any
 
 from rlhf.data.errors import RefusedError
 from rlhf.pipeline.references import sealed
-from rlhf.stages.artifact import Artifact, Identity, identify, read_settings
+from rlhf.stages.artifact import Artifact, Identity, identify
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.feedback.stores import left_behind
+from rlhf.stages.settings_file import read_settings
 
 UPSTREAM = {
     ("sft", "model"): "pretrain",

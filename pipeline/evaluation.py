@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.errors import SettingsError, Stopped, first_line
-from rlhf.pipeline.errors import RunFailed
+from rlhf.pipeline.errors import RunFailed, begun
 from rlhf.pipeline.launch import stays_in_process, to_its_end
 from rlhf.pipeline.preflight import Say
 from rlhf.pipeline.progress import telling
@@ -58,7 +58,8 @@ def evaluate(run_dir: Path, done: Mapping[str, Path], asked: EvaluationSettings,
     wrong on the way."""
     evaluate_all = importlib.import_module("rlhf.stages.evaluation.evaluate").evaluate
     try:
-        found: dict[str, Any] = evaluate_all(run_dir, done, asked, say)
+        with begun():
+            found: dict[str, Any] = evaluate_all(run_dir, done, asked, say)
     except EvaluationFailed as error:
         raise RunFailed(str(error)) from error
     return found

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from rlhf.pipeline.errors import begun
 from rlhf.pipeline.launch import LOST, ORDER, to_its_end
 from rlhf.pipeline.lock import Holder, holder_of
 from rlhf.pipeline.summary import read_summary
@@ -56,7 +57,12 @@ def follow(run_dir: Path, machine: int, say: Callable[[str], None] = print, pati
             say(f"{run_dir}: no run has begun here within {patience:g} s; start `rlhf run` on machine 0")
             return 1
         sleep(0.2)
-    run, followed = Run(run_dir, holder), set[str]()
+    with begun():
+        return _follow(Run(run_dir, holder), machine, say)
+
+
+def _follow(run: Run, machine: int, say: Callable[[str], None]) -> int:
+    followed = set[str]()
     while not run.is_over():
         order = run.order(followed)
         if order is None:
@@ -76,4 +82,4 @@ def follow(run_dir: Path, machine: int, say: Callable[[str], None] = print, pati
             lost = Path(words[-1]) / LOST
             if lost.parent.is_dir():
                 replace_text(lost, json.dumps({"mark": order["mark"], "machine": machine}), sync=False)
-    return int(any(entry.status in ("failed", "stopped", "running") for entry in read_summary(run_dir).values()))
+    return int(any(entry.status in ("failed", "stopped", "running") for entry in read_summary(run.run_dir).values()))

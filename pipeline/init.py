@@ -97,6 +97,10 @@ def init(
         raise SettingsError(f"{recipe}: is there already, and is not written over; choose another name")
     if not recipe.absolute().parent.is_dir():
         raise SettingsError(f"{recipe}: there is no folder {recipe.parent}; make it first")
+    if not os.access(recipe.absolute().parent, os.W_OK | os.X_OK):
+        raise SettingsError(
+            f"{recipe}: {recipe.absolute().parent} cannot be written to; change its mode, or name another place"
+        )
     for path in paths:
         kind_of(Source(path=path))
     read, not_read = (paths, []) if paths else _lying_here()
@@ -316,6 +320,9 @@ def _write(path: Path, text: str) -> None:
         writing.write_text(text, encoding="utf-8")
         load_recipe(str(writing))
         os.replace(writing, path)
+    except OSError as error:
+        error.filename = str(path)  # the name that people know
+        raise
     finally:
         writing.unlink(missing_ok=True)
 

@@ -20,7 +20,9 @@ def chat(
         str | None,
         typer.Option(metavar="MODEL", help="Show the score that this reward model gives each answer."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Above 0; lower is more predictable.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Lower is more predictable; 0 takes the likeliest token each time.")
+    ] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     multi_turn: Annotated[
         bool, typer.Option("--multi-turn", help="Let lines that are piped in be one conversation, too.")

@@ -13,12 +13,13 @@ from pydantic import Field, field_validator
 from yaml import MarkedYAMLError, YAMLError
 
 from rlhf.data.errors import SettingsError, first_line
-from rlhf.stages.artifact import STEPS, yaml_text
+from rlhf.stages.artifact import STEPS
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.settings import Settings, StageSettings, nearest
+from rlhf.stages.settings_file import yaml_text
 from rlhf.stages.sft.config import SFTSettings
 
 

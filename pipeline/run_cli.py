@@ -278,6 +278,8 @@ def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
     for stage, entry in stages.items():
         steps = entry.get("steps")
         progress = f"step {entry['step']} of {steps}" if steps else ""
+        if left := entry.get("seconds_left"):
+            progress += f", about {duration(left)} left"
         rows.append((
             stage, outcome(entry), duration(entry["seconds"]),
             headline(stage, entry["metrics"]) or entry.get("message") or progress, entry["model"] or "",

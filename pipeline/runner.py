@@ -11,7 +11,7 @@ from time import monotonic
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline import gates
 from rlhf.pipeline.clean import Item, delete, run_temporaries
-from rlhf.pipeline.errors import RunFailed, RunStopped
+from rlhf.pipeline.errors import RunFailed, RunStopped, begun
 from rlhf.pipeline.evaluation import keep_current
 from rlhf.pipeline.launch import ERROR_LOG, run_stage
 from rlhf.pipeline.lock import LOCK, held
@@ -30,11 +30,12 @@ from rlhf.pipeline.summary import (
     stage_status,
     write_summary,
 )
-from rlhf.stages.artifact import Artifact, write_settings
+from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import replace_text
 from rlhf.stages.evaluation.records import FIGURES
 from rlhf.stages.secrets import mask
+from rlhf.stages.settings_file import write_settings
 from rlhf.stages.signals import exit_on_signal, handled
 
 SECONDS_FOR_ANOTHER = 40.0
@@ -93,7 +94,8 @@ def checked(
                 plans = plan()
         for path in run_temporaries(run_dir):  # of a run that was killed; nobody else writes here now
             delete(Item(path, "", is_work=False))
-        yield lock, plans
+        with begun():
+            yield lock, plans
 
 
 def run_steps(

@@ -8,7 +8,7 @@ import typer
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline.data_cli import FormatOption, MapOption, MaxDroppedOption, source_of
-from rlhf.pipeline.errors import RunFailed
+from rlhf.pipeline.errors import RunFailed, begun
 from rlhf.pipeline.feedback_cli import StoreArgument
 from rlhf.pipeline.tools_cli import MODEL, become
 
@@ -112,7 +112,8 @@ def judge(
         assert model is not None
         who = model_judge(store, endpoint, model, key_variable)
     asking = f"asking the judge {who.name}" + (f" at {endpoint}" if endpoint else "")
-    with Store.open(store) as opened, telling(asking, lambda text: print(text, file=sys.stderr, flush=True)) as tell:
+    tell_aside = telling(asking, lambda text: print(text, file=sys.stderr, flush=True))
+    with Store.open(store) as opened, tell_aside as tell, begun():
         try:
             told = judge_store(opened, who, tell)
         except RefusedError:

@@ -15,11 +15,12 @@ from rlhf.data.feedback.store import Store
 from rlhf.data.feedback.target import missing, rated
 from rlhf.pipeline.damage import in_words
 from rlhf.pipeline.lock import in_use
-from rlhf.stages.artifact import STEPS, STORE, Artifact, read_settings
+from rlhf.stages.artifact import STEPS, STORE, Artifact
 from rlhf.stages.disk import replace_text
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.feedback.stores import gone_on
 from rlhf.stages.metric_names import metric
+from rlhf.stages.settings_file import read_settings
 
 HEADLINES = {
     "pretrain": ("val_loss", "vocab_size"),
@@ -30,10 +31,14 @@ HEADLINES = {
 }
 """Final metrics worth a place in a table, where the stage has them."""
 
+PHASES = ("rollout", "scoring", "update", "evaluation", "checkpoint")
+"""Whose seconds together, in a row of metrics, are all of a step."""
+
 LARGEST = 1e100
 """A number beyond was never measured, and no axis holds it."""
 FolderName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]+$", max_length=255)]
-Seconds = Annotated[float, Field(ge=0, le=1e12)]
+MOST_SECONDS = 1e12
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 
 
 def _of_usual_size(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -141,8 +146,9 @@ def stage_status(folder: Path) -> dict[str, Any]:
 
 
 def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """summary.json, with step, steps and message of stages under way; 'interrupted' for one whose process is gone. A
-    finished one has a message where its folder is not, or not whole, in the run any more."""
+    """summary.json, with step, steps and message of stages under way, and seconds_left of one that runs; 'interrupted'
+    for one whose process is gone. A finished one has a message where its folder is not, or not whole, in the run any
+    more."""
     if not run_dir.is_dir() or not (run_dir / "summary.json").is_file():
         raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
     return with_progress(run_dir, read_summary(run_dir))
@@ -163,6 +169,8 @@ def with_progress(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, dict
             if stages[stage]["status"] == "interrupted" and told.get("state") == "stopped":
                 stages[stage]["status"] = "stopped"  # the stage ended the process that it shared with the run
             stages[stage] |= {name: told.get(name) for name in ("step", "steps", "message")}
+            if stages[stage]["status"] == "running":
+                stages[stage]["seconds_left"] = _seconds_left(run_dir / entry.folder, told)
     return stages
 
 
@@ -188,6 +196,24 @@ def _told_by(folder: Path) -> dict[str, Any]:
     if is_damaged:
         return {"message": f"how far it is cannot be told: {folder}/status.json is damaged; running again goes on"}
     return found
+
+
+def _seconds_left(folder: Path, told: dict[str, Any]) -> float | None:
+    """What the steps that a training stage has before it would take, as long each as those behind it did on average;
+    None before it has written a row of metrics, and where that is damaged."""
+    if told.get("state") != "running" or not told.get("steps"):
+        return None
+    seconds, step = 0.0, 0
+    try:
+        for line in (folder / "metrics.jsonl").read_bytes().splitlines():
+            row = from_json(line)
+            num_steps = max(row["step"] - step, 1)  # since the row before; an evaluation has a row of its own
+            seconds += num_steps * sum(row.get(f"seconds_{phase}", 0.0) for phase in PHASES)
+            step = row["step"]
+        left = seconds / step * (told["steps"] - step)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+        return None
+    return round(left, 1) if 0 < left < MOST_SECONDS else None
 
 
 def missing_folders(stages: dict[str, dict[str, Any]]) -> list[str]:

@@ -14,10 +14,15 @@ tools_app = typer.Typer()
 MODEL = "A run folder (its newest language model), a stage's folder, a model folder or a hub id."
 """What every MODEL may be; `references.model_at` finds it."""
 
-# `python -m MODULE`, with errors shown as one line
-_WITHOUT_TRACEBACK = (
-    "import runpy, sys; sys.tracebacklimit = 0; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
+# `python -m MODULE`, with errors shown as one line, and none for Ctrl-C
+_WITHOUT_TRACEBACK = """
+import runpy, sys
+sys.tracebacklimit = 0
+try:
+    runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
 
 
 @tools_app.command("estimate")

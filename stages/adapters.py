@@ -21,7 +21,6 @@ from peft import (
     inject_adapter_in_model,
     set_peft_model_state_dict,
 )
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
 from peft.utils.integrations import dequantize_module_weight
 from safetensors import SafetensorError
@@ -31,13 +30,12 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weight transposed
 
 from rlhf.data.errors import RefusedError, first_line
+from rlhf.stages import lora_layers
 from rlhf.stages.models import SCORE_KEYS, ScalarModel, fresh_head
 from rlhf.stages.settings import LoraSettings
 
 _PREFIX = "base_model.model."  # of all names in PEFT's files
 _HEAD = "value_head.safetensors"
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linear layers of a module that read the same input."""
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -161,53 +159,7 @@ def save_head(folder: Path, head: nn.Linear) -> None:
 def _inject(config: LoraConfig, model: PreTrainedModel) -> None:
     inject_adapter_in_model(config, model)
     cast_adapter_dtype(model, "default")  # beside a base in bfloat16 it would be too, and small steps would be lost
-    for module in list(model.modules()):
-        for names in SAME_INPUT:
-            layers = [getattr(module, name, None) for name in names]
-            if all(_is_plain(layer) for layer in layers):
-                _Together.join(layers)
-        for layer in module.children():
-            if _is_plain(layer):
-                _Together.join([layer])
-
-
-def _is_plain(layer: Any) -> bool:
-    """Whether it is PEFT's layer of LoRA itself, not yet joined, on weights that are not quantised or transposed."""
-    return (
-        type(layer) is LoraLinear and type(layer.get_base_layer()) is nn.Linear and not layer.lora_variant
-        and layer.lora_B["default"].bias is None and isinstance(layer.lora_dropout["default"], nn.Identity)
-    )  # fmt: skip
-
-
-class _Together(LoraLinear):
-    """PEFT's layer; those that read the same input have their thin products made at once.
-
-    Products with few columns are bound by reading the input, and the scale is a factor of the small matrix here instead
-    of the large output. PEFT's own forward took as long for them as the base's products took on an H200.
-    """
-
-    beside: tuple["_Together", ...]
-    """The layers that read the same input, itself among them."""
-    thin: Tensor | None
-    """[..., r]: made for this layer by the one beside it that was asked first."""
-
-    @staticmethod
-    def join(layers: list[Any]) -> None:
-        for layer in layers:
-            layer.__class__ = _Together
-            layer.beside, layer.thin = tuple(layers), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs [..., outputs] of inputs [..., inputs]."""
-        if self.thin is None:
-            downs = [layer.lora_A["default"].weight for layer in self.beside]
-            together = nn.functional.linear(x, torch.cat(downs).to(x.dtype))
-            for layer, thin in zip(self.beside, together.split([len(down) for down in downs], -1), strict=True):
-                layer.thin = thin
-        thin, self.thin = self.thin, None
-        assert thin is not None
-        up = self.scaling["default"] * self.lora_B["default"].weight  # [outputs,r]
-        return self.base_layer(x) + nn.functional.linear(thin, up.to(thin.dtype))
+    lora_layers.join(model)
 
 
 @contextmanager

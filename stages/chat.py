@@ -229,14 +229,14 @@ def main(arguments: list[str]) -> None:
     parser = Arguments(prog="rlhf chat", description="Talk to models, line by line.")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder or hub id of a causal language model")
     parser.add_argument("--reward", help="folder or hub id of a reward model that scores the answers")
-    parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (above 0)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 takes the likeliest token")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens")
     parser.add_argument("--multi-turn", action="store_true", help="let the model see the earlier turns")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--seed", type=int, default=None, help="for the same answers again")
     options = parser.parse_args(arguments)
-    if not 0 < options.temperature < math.inf or options.max_new_tokens < 1:
-        parser.error("--temperature must be a number above 0 and --max-new-tokens at least 1")
+    if not 0 <= options.temperature < math.inf or options.max_new_tokens < 1:
+        parser.error("--temperature must be a number from 0 on and --max-new-tokens at least 1")
     _take_all_signs()
     typed = sys.stdin.isatty()
     lines = _lines(typed)

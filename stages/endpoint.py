@@ -110,17 +110,15 @@ class Endpoint:
         return self._ask(Request(self.url + path, json.dumps(body).encode(), self._headers))
 
     def _ask(self, request: Request) -> Any:
-        for pause in WAITS:
+        for asked, pause in enumerate((*WAITS, None), start=1):
             try:
                 return self._ask_once(request)
             except EndpointError as error:
+                if pause is None:
+                    raise EndpointError(f"{error} (asked {asked} times)", error.status) from error
                 if error.wait is None or error.wait > self.timeout:
                     raise
                 sleep(max(pause, error.wait))
-        try:
-            return self._ask_once(request)
-        except EndpointError as error:
-            raise EndpointError(f"{error} (asked {len(WAITS) + 1} times)", error.status) from error
 
     def _ask_once(self, request: Request) -> Any:
         where = request.full_url

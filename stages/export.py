@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,10 @@ def _refuse_full(out: Path) -> None:
         raise SettingsError(f"{out}: is there already, and is not written over; choose another folder")
     if not out.absolute().parent.is_dir():
         raise SettingsError(f"{out}: there is no folder {out.parent}; make it first")
+    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        raise SettingsError(
+            f"{out}: {out.absolute().parent} cannot be written to; change its mode, or name another place"
+        )
 
 
 @contextmanager

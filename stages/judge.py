@@ -4,24 +4,23 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from rlhf.data.errors import RefusedError, is_stop, named_error
+from rlhf.data.errors import RefusedError, named_error, told_as
 from rlhf.data.sources import load_function
 from rlhf.stages.endpoint import EndpointError
 
 
 def judge_answers(judge: str, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
     """Qualities of the responses. Raises ValueError, naming judge and row, where it fails."""
-    try:
+
+    def told(error: BaseException) -> ValueError:
+        says_where = isinstance(error, EndpointError | RefusedError)
+        return ValueError(f"judge {judge}: {error if says_where else named_error(error)}")
+
+    with told_as(told):
         said = load_function(judge)(list(prompts), list(responses))
         if isinstance(said, (str, bytes, Mapping, Set)):  # which would be a list of something else, or in no order
             raise TypeError(f"a list of numbers is wanted, not a {type(said).__name__}")
         returned = list(said)
-    except (EndpointError, RefusedError) as error:
-        raise ValueError(f"judge {judge}: {error}") from error
-    except BaseException as error:  # whatever it raises, SystemExit too
-        if is_stop(error):
-            raise
-        raise ValueError(f"judge {judge}: {named_error(error)}") from error
     if len(returned) != len(responses):
         raise ValueError(f"judge {judge}: {len(returned)} qualities for {len(responses)} responses")
     qualities = [_number(quality) for quality in returned]

@@ -129,8 +129,11 @@ def within_memory(run: "Runtime[Any]", num_rows: int, make: Callable[[], T], *mo
         except Exception as error:
             if not is_out_of_memory(error) or not halve(run, num_rows):
                 raise
+        from rlhf.stages.lora_layers import forget  # PEFT takes a second to import
+
         for model in models:  # not before the handler is left: until then the error holds what the failed pass made
             model.zero_grad(set_to_none=True)
+            forget(model)
         let_go(run.device)
         _restore(before, run.device)
 

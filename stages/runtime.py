@@ -25,7 +25,7 @@ from rlhf.data.errors import DataError, RefusedError, Stopped
 from rlhf.data.report import Report
 from rlhf.data.split import train_and_eval
 from rlhf.stages import logs, out_of_memory, profile, random_states, sharding, stopping, training_state, watchdog
-from rlhf.stages.artifact import AnyStage, Artifact, identify, refuse_damaged_model, remove_temporaries, seal
+from rlhf.stages.artifact import Artifact, identify, refuse_damaged_model, remove_temporaries, seal
 from rlhf.stages.checkpoints import (
     CannotWrite,
     Checkpoint,
@@ -36,13 +36,14 @@ from rlhf.stages.checkpoints import (
 )
 from rlhf.stages.precision import choose_precision, use_precision
 from rlhf.stages.processes import Processes
+from rlhf.stages.settings import AnyStage
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """How long processes wait for one that is at work: it may be making tokens of a large text, or judging answers."""
 
-_DDP = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-"""Buffers of decoders are the same everywhere, and gradients are not kept once more for their way to the others."""
+_DDP = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+"""Gradients are not kept once more for their way to the other processes."""
 
 
 class Runtime(Processes, Generic[AnyStage]):

@@ -267,7 +267,9 @@ def _temperatures(text: str) -> tuple[float, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 0.7,1.0") from None
     if not all(0 < temperature < 100 for temperature in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: temperatures are above 0")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: temperatures are above 0; at 0 all answers of a model would be the same"
+        )
     return found
 
 

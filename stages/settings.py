@@ -4,7 +4,7 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -197,10 +197,19 @@ class StageSettings(Settings):
         return self.model_dump(mode="json", exclude=left_out)
 
 
-def nearest(name: str, names: list[str]) -> str:
-    """'; did you mean X?' or a list of what there is."""
+AnyStage = TypeVar("AnyStage", bound=StageSettings)
+NUM_LISTED = 20
+"""Names that an error lists; nobody reads more."""
+
+
+def nearest(name: str, names: list[str], listed: str = "") -> str:
+    """'did you mean X?' or a list of what there is; of more than NUM_LISTED names, where they are `listed`."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else f"there are {', '.join(sorted(names))}"
+    if close:
+        return f"did you mean '{close[0]}'?"
+    if listed and len(names) > NUM_LISTED:
+        return f"none of the {len(names)} there are has a name like it; {listed}"
+    return f"there are {', '.join(sorted(names))}"
 
 
 def _problem(cls: type[BaseModel], where: str, details: ErrorDetails) -> str:
@@ -211,7 +220,8 @@ def _problem(cls: type[BaseModel], where: str, details: ErrorDetails) -> str:
         parent = ".".join([where, *loc[:-1]] if where else loc[:-1])
         names = _fields_at(cls, loc[:-1])
         kind = "setting" if parent else "section or setting"
-        return f"{parent or 'recipe'}: no {kind} '{loc[-1]}'; {nearest(loc[-1], names)}"
+        listed = "`rlhf schema` and docs/recipes.md list them"
+        return f"{parent or 'recipe'}: no {kind} '{loc[-1]}'; {nearest(loc[-1], names, listed)}"
     if details["type"] == "missing":
         return f"{key}: not set; {_description(cls, loc)}"
     if details["type"] == "value_error":  # one of ours: it says what was found

@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from rlhf.pipeline.cli import app
+from rlhf.pipeline.commands import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
-from rlhf.pipeline.cli import app
+from rlhf.pipeline.commands import app
 from rlhf.pipeline.recipe import Recipe, load_recipe, section_class
 from rlhf.stages.artifact import STEPS
 from rlhf.stages.settings import meaning

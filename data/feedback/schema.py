@@ -258,7 +258,9 @@ def _connected(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
         if isinstance(error, sqlite3.Error):
             # An OperationalError is not about what is in the file.
             what = "" if isinstance(error, sqlite3.OperationalError) else "not a feedback store, or a damaged one: "
-            raise DataError(f"{path}: {what}{first_line(error)}") from error
+            cure = "; look at the modes of it and its folder, or name another place"
+            closed = getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+            raise DataError(f"{path}: {what}{first_line(error)}{cure * closed}") from error
         raise
 
 

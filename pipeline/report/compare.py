@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Comparison:
         self.names = names(folders)
         self.stages = [stage for stage in TITLES if any(stage in run.stages for run in self.runs)]
 
+    @cached_property
     def settings(self) -> list[tuple[str, list[str]]]:
         """(dotted name, a value for each run) of what differs: stages, settings, contents of data, versions, processes.
 
@@ -54,6 +56,7 @@ class Comparison:
                     rows.append((name, texts))
         return rows
 
+    @cached_property
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
         """By stage a line for each final metric that is a number: `name`, `values`, `differences`, `main`."""
         found = {}
@@ -69,8 +72,8 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and rows for a terminal: what differs, then the main metrics of each stage."""
-        rows = [[name, *(_short(value) for value in values)] for name, values in self.settings()]
-        for stage, lines in self.metrics().items():
+        rows = [[name, *(_short(value) for value in values)] for name, values in self.settings]
+        for stage, lines in self.metrics.items():
             for line in lines:
                 if line["main"]:
                     cells = [
@@ -82,9 +85,9 @@ class Comparison:
 
     def equality(self) -> str | None:
         """A sentence where nothing that the runs were made with differs."""
-        if self.settings():
+        if self.settings:
             return None
-        lines = [line for found in self.metrics().values() for line in found if line["name"] != "seconds"]
+        lines = [line for found in self.metrics.values() for line in found if line["name"] != "seconds"]
         shown = [{metric(value, line["name"]) for value in line["values"]} for line in lines]
         alike = "so are all figures" if all(len(values) == 1 for values in shown) else "but not all figures are"
         return f"Settings, contents of data and versions are the same in all of these runs, {alike}."
@@ -105,11 +108,11 @@ class Comparison:
                 if not fault.is_usual
             ],
             times=[duration(run.seconds) for run in self.runs],
-            settings=self.settings(),
+            settings=self.settings,
             equality=self.equality(),
             called=NAMES,
             verdicts=[(TITLES[stage], [found.get(stage) for found in verdicts]) for stage in self.stages],
-            metrics=[(TITLES[stage], lines) for stage, lines in self.metrics().items()],
+            metrics=[(TITLES[stage], lines) for stage, lines in self.metrics.items()],
             curves=[(TITLES[stage], drawn) for stage in self.stages if (drawn := self._curves(stage))],
             shared=[TITLES[stage] for stage in self.stages if self._is_shared(stage)],
             gallery=self._gallery(differing),

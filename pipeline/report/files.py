@@ -6,21 +6,23 @@ A report is what people open when something went wrong, so a file that cannot be
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic_core import from_json
 
 from rlhf.pipeline.damage import in_words
 
 Content = TypeVar("Content")
+Part = Literal["stages", "curves", "card", "evaluation", "answers", "sweep", "made"]
+"""Of the page, each of which says what it does without."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """A file of the run that is not as it should be."""
 
-    part: str
-    """Of the page, that does without it: stages, curves, card, evaluation, answers, sweep or made."""
+    part: Part
+    """What does without it."""
     file: str
     """Relative to the run folder."""
     what: str
@@ -44,7 +46,7 @@ class Reader:
         """Else somebody writes into the folder, or was killed at it."""
 
     def whole(
-        self, part: str, name: str, shape: Callable[[Any], Content], cure: str = "", must: bool = False,
+        self, part: Part, name: str, shape: Callable[[Any], Content], cure: str = "", must: bool = False,
         instead: str = ", and is left out", parse: Callable[[bytes], Any] = from_json,
     ) -> Content | None:  # fmt: skip
         """A file as `shape` takes it, which raises ValueError; None if it is not there, or cannot be taken, and then
@@ -61,7 +63,7 @@ class Reader:
         self._compare(part, name, text)
         return found
 
-    def lines(self, part: str, name: str, shape: Callable[[Any], Content]) -> list[Content]:
+    def lines(self, part: Part, name: str, shape: Callable[[Any], Content]) -> list[Content]:
         """The lines of a file that `shape` takes; none if it is not there."""
         text = self._bytes(part, name)
         if text is None:
@@ -86,12 +88,12 @@ class Reader:
             self._compare(part, name, text)
         return found
 
-    def add(self, part: str, name: str, what: str, cure: str = "", is_usual: bool = False) -> None:
+    def add(self, part: Part, name: str, what: str, cure: str = "", is_usual: bool = False) -> None:
         """Keep a fault."""
         self.faults.append(Fault(part, f"{self.prefix}{name}", what, cure or self.cure, is_usual))
 
     def _bytes(
-        self, part: str, name: str, cure: str = "", must: bool = False, instead: str = ", and is left out"
+        self, part: Part, name: str, cure: str = "", must: bool = False, instead: str = ", and is left out"
     ) -> bytes | None:
         try:
             return (self.folder / name).read_bytes()
@@ -103,7 +105,7 @@ class Reader:
             self.add(part, name, f": cannot be read ({error.strerror or error}){instead}", cure)
         return None
 
-    def _compare(self, part: str, name: str, text: bytes) -> None:
+    def _compare(self, part: Part, name: str, text: bytes) -> None:
         """A file that was emptied, or cut where a line ends, can be read all the same."""
         size = self.sealed.get(name)
         if size is not None and len(text) != size:

@@ -5,7 +5,7 @@ import re
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -23,7 +23,7 @@ from rlhf.pipeline.report.drawing import (
     draw_variants,
 )
 from rlhf.pipeline.report.evaluation import evaluation, frontier
-from rlhf.pipeline.report.files import Fault
+from rlhf.pipeline.report.files import Fault, Part
 from rlhf.pipeline.report.gallery import clip, gallery
 from rlhf.pipeline.report.judgement import SIGNS, changes, judge_run
 from rlhf.pipeline.report.run import MODELS, TITLES, Run, Stage, read_run
@@ -45,8 +45,6 @@ PURPOSES = {
     "reward": "A second model learns from ranked answers which are preferred: one score per response.",
     "ppo": "The SFT model is improved towards a higher score, without drifting far from where it began.",
 }
-PARTS = ("stages", "curves", "card", "evaluation", "answers", "sweep", "made")
-"""Of the page, each of which says what it does without."""
 WEIGHED = ("metrics.jsonl", "card.json")
 """Files that a verdict rests on."""
 BY_LENGTH = ["better answer longer", "about equal", "better answer shorter"]
@@ -125,7 +123,7 @@ def page(run: Run, price_per_hour: float | None = None) -> str:
             verdicts=verdicts,
             diagnoses=[(TITLES[stage], *found) for stage, *found in diagnose(verdicts, findings)],
             stages=stages,
-            faults={part: [fault for fault in run.faults if fault.part == part] for part in PARTS},
+            faults={part: [fault for fault in run.faults if fault.part == part] for part in get_args(Part)},
             tiles=[change for stage in stages for change in stage["changes"][:1]],
             rounds=_rounds(run.rounds),
             evaluation=evaluation(run),

@@ -212,7 +212,7 @@ def _entries_of_folders(files: Reader) -> dict[str, Entry]:
             told = str(error).removeprefix(str(folder)).partition("; ")[0]
             files.add("stages", folder.name, f"{told}, and is left out", "change its mode")
     for folder in sorted(sealed, key=lambda folder: (sealed[folder], _changed(folder))):
-        manifest = Reader(folder, [], "").whole("", "manifest.json", shapes.shape(shapes.Manifest)) or {}
+        manifest = Reader(folder, [], "").whole("stages", "manifest.json", shapes.shape(shapes.Manifest)) or {}
         model = f"{folder.name}/model" if (folder / "model").is_dir() else None
         state = stage_status(folder).get("state")
         status = "done" if sealed[folder] else state if state in ("waiting", "failed", "stopped") else "running"

@@ -44,11 +44,11 @@ class Slots:
         """What rows see is made once for all layers of a step."""
         self._seen.clear()
 
-    def seen(self, num_rows: int, window: int | None) -> Tensor:
-        """Which places each row sees in this step [n,1,S]; made once for all layers."""
+    def seen(self, num_rows: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Which places each row sees in this step [n,1,S], as `_seen`; made once for all layers."""
         if window not in self._seen:
             places = torch.arange(self.longest, device=self.lengths.device)
-            self._seen[window] = _seen(places, self.lengths[:num_rows, None, None], window)
+            self._seen[window] = _seen(places, self.lengths[:num_rows, None, None], window, dtype)
         return self._seen[window]
 
     def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def slots_attention(
         places = torch.arange(num_new, device=key.device)
         seen = None
         if softcap is not None or (window is not None and window < num_new):
-            seen = _seen(places, places[:, None], window)[None]  # [1,T,T]
+            seen = _seen(places, places[:, None], window, query.dtype)[None]  # [1,T,T]
         return _attention(query, key, value, seen, scaling, softcap).contiguous()
     num_rows = len(query)
     lengths = slots.lengths[:num_rows]
@@ -131,7 +131,7 @@ def slots_attention(
     rows = torch.arange(num_rows, device=key.device)
     keys[rows, :, lengths], values[rows, :, lengths] = key[:, :, 0], value[:, :, 0]
     keys, values = keys[:num_rows, :, : slots.longest], values[:num_rows, :, : slots.longest]
-    return _attention(query, keys, values, slots.seen(num_rows, window), scaling, softcap).contiguous()
+    return _attention(query, keys, values, slots.seen(num_rows, window, query.dtype), scaling, softcap).contiguous()
 
 
 _operator = torch.library.custom_op("rlhf::slots_attention", slots_attention, mutates_args=())
@@ -154,8 +154,7 @@ def _attention(
         assert seen is not None
         query = query.unflatten(1, (-1, groups))  # [n,G,H/G,T,D]
         scores = softcap * (query @ key.transpose(-1, -2)[:, :, None] * (scaling / softcap)).tanh()
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+        weights = (scores + seen[:, None, None]).softmax(-1, dtype=torch.float32).to(query.dtype)
         return (weights @ value[:, :, None]).flatten(1, 2).transpose(1, 2)
     if query.shape[2] == 1:  # the heads that share keys become queries of one head
         query = query.view(len(query), key.shape[1], groups, -1)
@@ -167,9 +166,11 @@ def _attention(
     ).transpose(1, 2)  # fmt: skip
 
 
-def _seen(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Whether queries at some places see keys at others: not later ones, nor those a window's length ago."""
-    return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+def _seen(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where queries at some places see keys at others, -inf at later ones and at those a
+    window's length ago. Kernels would make this of True and False in every layer."""
+    seen = keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
 
 
 AttentionInterface.register(NAME, attend)

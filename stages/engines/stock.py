@@ -14,6 +14,7 @@ class TransformersEngine:
 
     Nothing of a checkpoint's generation_config (top-k, top-p, penalties …) takes part. `batch_size` prompts are
     answered at a time, all by default. A `streamer` is handed the tokens of a single prompt as they are drawn.
+    Temperature 0 takes the likeliest token each time, with certainty.
     """
 
     def __init__(
@@ -79,7 +80,11 @@ class _Law(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids)
-        self._last = (scores.float() / self.temperature).log_softmax(-1)
+        if self.temperature > 0:
+            self._last = (scores.float() / self.temperature).log_softmax(-1)
+        else:
+            nothing = torch.full_like(scores, float("-inf"), dtype=torch.float32)
+            self._last = nothing.scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
         return self._last
 
     def of(self, whole: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf.stages.adapters import SAME_INPUT, shared_copy
+from rlhf.stages.adapters import shared_copy
 from rlhf.stages.engines.slots import NAME
+from rlhf.stages.lora_layers import SAME_INPUT
 from rlhf.stages.models import compile_layers, logit_rule
 from rlhf.stages.token_logprobs import products
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.data.rows import prompt_text
 from rlhf.data.tokens import Encoded
-from rlhf.stages.artifact import Artifact, code_digest, model_digest, read_settings
+from rlhf.stages.artifact import Artifact, code_digest, model_digest
 from rlhf.stages.evaluation import held_out, perplexity
 from rlhf.stages.evaluation.answers import Answer, Questions, Speaker, answers
 from rlhf.stages.evaluation.config import EvaluationSettings
@@ -23,6 +23,7 @@ from rlhf.stages.models import load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.rewards import Rewards, load_rewards
 from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sft.config import SFTSettings
 
 Say = Callable[[str], None]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.data.errors import SettingsError
-from rlhf.stages.artifact import Artifact, model_digest, read_settings, settings_in
+from rlhf.stages.artifact import Artifact, model_digest
 from rlhf.stages.evaluation.records import NAMES, read_figures
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.settings_file import read_settings, settings_in
 
 
 @dataclass(frozen=True)

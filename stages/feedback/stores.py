@@ -10,9 +10,10 @@ from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.feedback.schema import remove
 from rlhf.data.feedback.store import Store
 from rlhf.data.feedback.target import goes_beyond
-from rlhf.stages.artifact import STORE, identify, read_settings
+from rlhf.stages.artifact import STORE, identify
 from rlhf.stages.disk import sync
 from rlhf.stages.feedback.config import OF_RATING, FeedbackSettings
+from rlhf.stages.settings_file import read_settings
 
 
 def make_store(settings: FeedbackSettings, path: Path) -> Path | None:

@@ -15,13 +15,14 @@ from rlhf.data.feedback.export import export
 from rlhf.data.feedback.store import Store
 from rlhf.data.feedback.target import Rated, missing, rated
 from rlhf.data.rows import Prompt, read_prompts
-from rlhf.stages.artifact import CANDIDATES, STORE, read_settings
+from rlhf.stages.artifact import CANDIDATES, STORE
 from rlhf.stages.feedback.choose import by_chance, most_disputed
 from rlhf.stages.feedback.config import RANKINGS, FeedbackSettings
 from rlhf.stages.feedback.stores import make_store
 from rlhf.stages.judging import FunctionJudge, ModelJudge, cost, judge_store, model_judge
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.sample import Filled, Law, Writer, add_prompts, fill, lines
+from rlhf.stages.settings_file import read_settings
 
 
 def train(folder: str | Path) -> dict[str, Any]:

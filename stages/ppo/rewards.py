@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf.data.errors import DataError, SettingsError, is_stop, named_error
+from rlhf.data.errors import DataError, SettingsError, named_error, told_as
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.sources import load_function
 from rlhf.data.tokens import encode_prompt
@@ -41,11 +42,8 @@ class FunctionReward:
         num = len(episodes.responses)
         try:
             values = self._ask(episodes, range(num))
-        except BaseException as error:  # whatever it raises, SystemExit too
-            if is_stop(error):
-                raise
-            where = self._guilty_row(episodes)
-            raise ValueError(f"reward {self.function}: raised {named_error(error)} ({where})") from error
+        except ValueError as error:
+            raise ValueError(f"reward {self.function}: {error} ({self._guilty_row(episodes)})") from error
         if len(values) != num:
             where = self._guilty_row(episodes)
             raise ValueError(f"reward {self.function}: returned {len(values)} for {num} responses ({where})")
@@ -56,8 +54,12 @@ class FunctionReward:
             )
         return torch.tensor([float(value) for value in values], dtype=torch.float32)
 
+    @told_as(lambda error: ValueError(f"raised {named_error(error)}"))
     def _ask(self, episodes: Episodes, places: range) -> list[Any]:
-        """What the function returns for these rows. It is given copies: what it does to them is lost."""
+        """What the function returns for these rows. It is given copies: what it does to them is lost.
+
+        Raises ValueError with what the function raised.
+        """
         prompts = [episodes.prompts[place] for place in places]
         given: list[Any] = [[prompt_text(prompt.messages) for prompt in prompts]]
         given.append([episodes.responses[place] for place in places])
@@ -68,12 +70,9 @@ class FunctionReward:
     def _guilty_row(self, episodes: Episodes) -> str:
         """The first row for which the function fails alone; the first of all if it only fails for them together."""
         for row in range(len(episodes.responses)):
-            try:
+            with suppress(ValueError):
                 if len(self._ask(episodes, range(row, row + 1))) == 1:
                     continue
-            except BaseException as error:
-                if is_stop(error):
-                    raise
             return episodes.row(row)
         return f"no single row fails alone; the first is {episodes.row(0)}"
 

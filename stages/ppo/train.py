@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.collate import batch_indices, blocks
 from rlhf.data.rows import read_text
 from rlhf.data.tokens import encode_documents
-from rlhf.stages.artifact import read_settings
 from rlhf.stages.bad_numbers import count_in_a_row
 from rlhf.stages.budget_ppo import described, memory
 from rlhf.stages.microbatches import pieces
@@ -35,6 +34,7 @@ from rlhf.stages.ppo.shaping import importance_weights, shaped_scores, targets
 from rlhf.stages.ppo.update import Updater
 from rlhf.stages.ppo.work import Work
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
 
 

@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf.data.collate import Blocks, document_mask
 from rlhf.data.errors import SettingsError
-from rlhf.stages.artifact import read_settings
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import copy_folder
@@ -31,6 +30,7 @@ from rlhf.stages.pretrain.model import flops_per_token, make_model, non_embeddin
 from rlhf.stages.pretrain.muon import Muon
 from rlhf.stages.pretrain.objective import NextTokenLoss
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
 
 

@@ -17,7 +17,7 @@ from rlhf.data.collate import batch_indices
 from rlhf.data.errors import RefusedError
 from rlhf.data.rows import Ranking, prompt_key, read_rankings
 from rlhf.stages import adapters
-from rlhf.stages.artifact import model_digest, read_settings
+from rlhf.stages.artifact import model_digest
 from rlhf.stages.bad_numbers import count_step
 from rlhf.stages.late import Late, step_if_fine
 from rlhf.stages.models import (
@@ -48,6 +48,7 @@ from rlhf.stages.reward.evaluate import (
 )
 from rlhf.stages.reward.objective import comparable, margins, ranking_loss
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
 
 

@@ -69,7 +69,8 @@ class SFTSettings(StageSettings):
             if name in ours:
                 raise ValueError(f"'{name}' has a setting of its own in this section or follows from one")
             if name not in known:
-                raise ValueError(f"trl.SFTConfig has no field '{name}'; {nearest(name, sorted(known))}")
+                listed = "TRL's page on SFTConfig lists them"
+                raise ValueError(f"trl.SFTConfig has no field '{name}'; {nearest(name, sorted(known), listed)}")
         return args
 
 

@@ -16,11 +16,11 @@ from rlhf.data.errors import DataError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
 from rlhf.data.tokens import EncodedRows, encode_example
 from rlhf.stages.adapters import lora_config, save_adapter
-from rlhf.stages.artifact import read_settings
 from rlhf.stages.models import check_positions, hand_over, load_policy, load_tokenizer, save_folder
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory
 from rlhf.stages.packing import as_written
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Reading, num_targets
 from rlhf.stages.sft.trainer import CheckpointedTrainer, Reporter

@@ -37,6 +37,7 @@ class CheckpointedTrainer(SFTTrainer):
     ) -> None:
         super().__init__(**options)
         self.run, self.rows, self.batch_size, settings = run, rows, batch_size, run.settings
+        self.accelerator.ddp_handler.gradient_as_bucket_view = True  # as in Runtime, whose accelerator is another
         decoder = self.model.get_base_model() if settings.lora else self.model
         give_losses(decoder, self)
         run.spread(self.model)

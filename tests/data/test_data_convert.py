@@ -149,6 +149,18 @@ def test_a_name_that_cannot_be_written_is_refused(write: Any, tmp_path: Path, na
         convert(write({"prompt": "a"}), "prompts", tmp_path / name, force=True)
 
 
+def test_a_file_that_the_system_refuses_is_named_with_what_it_says_and_the_cure(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(source: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(source))
+
+    rows = write({"prompt": "a"})
+    monkeypatch.setattr("os.replace", denied)
+    with pytest.raises(SettingsError, match=r"out\.jsonl: cannot be written: Permission denied; name another place$"):
+        convert(rows, "prompts", tmp_path / "out.jsonl")
+
+
 @pytest.mark.parametrize(
     ("strengths", "reason"),
     [

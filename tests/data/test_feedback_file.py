@@ -24,6 +24,12 @@ def test_nothing_is_written_into_a_file_that_is_gone(store: Store, tmp_path: Pat
     rank(store, prompt, anna, ids, [1, 2])
 
 
+def test_a_store_where_none_can_be_made_is_refused_with_the_cure(tmp_path: Path) -> None:
+    said = r"s\.sqlite: unable to open database file; look at the modes of it and its folder, or name another place$"
+    with pytest.raises(DataError, match=said), schema._connected(tmp_path / "none" / "s.sqlite", "rwc"):
+        pass
+
+
 def test_what_is_no_store_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "text.sqlite").write_text("hello " * 1000)
     (tmp_path / "empty.sqlite").touch()

@@ -11,7 +11,7 @@ from spoilt_data import data_files
 from spoilt_recipes import recipes
 
 from rlhf.data.errors import RefusedError
-from rlhf.pipeline import cli
+from rlhf.pipeline import commands
 
 NUM_CASES = 100
 
@@ -50,7 +50,7 @@ def test_the_fuzzer_sees_what_is_wrong(
     if "hangs" in problem:
         monkeypatch.setattr("fuzzing.SECONDS", 1)
     monkeypatch.setattr(
-        cli, "app", lambda *_, **__: exec(breaks, {"sys": sys, "time": time, "RefusedError": RefusedError})
+        commands, "app", lambda *_, **__: exec(breaks, {"sys": sys, "time": time, "RefusedError": RefusedError})
     )
     result = run_case(Case("", "recipe.yaml", b"", ["plan", "recipe.yaml"]), world, server)
     assert result.problems == [problem]

@@ -8,9 +8,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhf.pipeline.recipe import section_class
-from rlhf.stages.artifact import identify, read_settings, seal
+from rlhf.stages.artifact import identify, seal
 from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.subjects import find_subjects
+from rlhf.stages.settings_file import read_settings
 
 SHOWN = (
     "text_perplexity", "response_perplexity", "kl", "length", "eos_share", "distinct_2", "repetition", "refusal_share",

@@ -176,7 +176,7 @@ def test_options_that_say_nothing_are_refused(rlhf: Call, words: tuple[str, ...]
 def test_lengths_are_measured_without_torch_or_transformers() -> None:
     words = ["data", "check", "r.jsonl", "--as", "preferences", "--tokenizer", ".", "--json"]
     heavy = {"torch", "transformers", "datasets"}
-    code = f"from rlhf.pipeline.cli import app; import sys; app({words}, standalone_mode=False); "
+    code = f"from rlhf.pipeline.commands import app; import sys; app({words}, standalone_mode=False); "
     code += f"sys.exit(str(sys.modules.keys() & {heavy}) if sys.modules.keys() & {heavy} else 0)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")

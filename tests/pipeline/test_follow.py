@@ -155,6 +155,18 @@ def test_a_signal_ends_it_with_its_code(launches: Launches) -> None:
     assert followed("done", "sft") == 143
 
 
+def test_a_place_that_it_cannot_use_once_it_has_begun_is_a_failure(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: str) -> None:
+        raise PermissionError(13, "Permission denied", "there")
+
+    monkeypatch.setattr(os, "chdir", denied)
+    order("sft", os.getpid())
+    with held(Path("run"), 0), pytest.raises(RunFailed, match=r"^there: Permission denied; "):
+        follow.follow(Path("run").absolute(), 3, lambda _: None)
+
+
 def test_where_no_run_begins_it_says_so(launches: Launches) -> None:
     said: list[str] = []
     assert follow.follow(Path("run"), 1, said.append, patience=0.1) == 1

@@ -239,6 +239,29 @@ def test_nothing_is_written_over(here: Path, rlhf: Call) -> None:
     assert Path("mine.yaml").read_text() == "mine"
 
 
+def test_a_folder_that_may_not_be_written_to_is_refused_before_anything_is_read(
+    here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init_module, "sort_files", lambda *_: pytest.fail("it read the files"))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != here)
+    code, _, err = rlhf("init", "mine")
+    cure = "change its mode, or name another place"
+    assert (code, err) == (2, f"error: mine.yaml: {here} cannot be written to; {cure}\n")
+
+
+def test_a_recipe_that_cannot_be_put_in_its_place_is_named_by_its_own_name(
+    here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(source: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(source))
+
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    monkeypatch.setattr(os, "replace", denied)
+    code, _, err = rlhf("init", "mine")
+    assert (code, err.startswith("error: mine.yaml: Permission denied; ")) == (2, True)
+    assert [path.name for path in here.iterdir()] == ["demos.jsonl"]
+
+
 def test_a_folder_of_one_kind_is_one_source_and_one_of_several_is_taken_apart(here: Path, rlhf: Call) -> None:
     for name in ("same", "mixed"):
         Path(name).mkdir()

@@ -174,6 +174,77 @@ def test_a_mistake_of_ours_ends_with_code_1(
     assert (code, err) == (1, "error: KeyError: 'oops' (--debug shows where)\n")
 
 
+def raising(error: BaseException) -> Callable[..., None]:
+    def raise_it(*_: object, **__: object) -> None:
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize(
+    ("words", "fails"),
+    [
+        (("plan", "recipe.yaml"), "plan.make_plan"),
+        (("run", "recipe.yaml"), "runner.make_plan"),
+        (("run", "recipe.yaml", "--run-dir", "run"), "lock._told"),
+        (("status", "run"), "summary.read_summary"),
+        (("report", "run"), "report.run.read_run"),
+        (("eval", "run"), "evaluation.finished"),
+        (("estimate", "recipe.yaml"), "recipe.load_recipe"),
+        (("clean", "run"), "clean.find"),
+        (("init", "mine", "text.jsonl"), "init.recognise"),
+    ],
+)
+def test_a_place_that_a_command_may_not_use_is_refused(
+    world: Path,
+    stages: FakeStages,
+    rlhf: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    fails: str,
+) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
+    before = contents(world)
+    for number, said in ((13, "change its mode, or that of its folder, or name another place"), (30, "name another")):
+        monkeypatch.setattr(f"rlhf.pipeline.{fails}", raising(OSError(number, os.strerror(number), "there")))
+        code, _, err = rlhf(*words)
+        assert (code, err.startswith(f"error: there: {os.strerror(number)}; {said}")) == (2, True)
+    monkeypatch.setattr(f"rlhf.pipeline.{fails}", raising(FileNotFoundError(2, "No such file")))  # as os.getcwd
+    assert rlhf(*words)[0] == 2
+    monkeypatch.setattr(f"rlhf.pipeline.{fails}", raising(OSError(28, "No space left on device")))  # of no place
+    assert rlhf(*words)[0] == 1
+    assert contents(world) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "fails"),
+    [
+        (("run", "recipe.yaml", "--run-dir", "run"), "runner.write_recipe"),
+        (("run", "recipe.yaml", "--run-dir", "run"), "runner._finished"),
+        (("clean", "run"), "clean.delete"),
+        (("eval", "run"), ""),  # in the evaluation itself
+    ],
+)
+def test_a_place_that_cannot_be_used_once_something_has_begun_is_a_failure(
+    world: Path,
+    stages: FakeStages,
+    rlhf: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    fails: str,
+) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")
+    if words[0] == "clean":
+        Path("run/.summary.json.1.writing").touch()
+    denied = raising(PermissionError(13, "Permission denied", "there"))
+    if words[0] == "eval":
+        stages.in_evaluation = denied
+    else:
+        monkeypatch.setattr(f"rlhf.pipeline.{fails}", denied)
+    code, _, err = rlhf(*words)
+    assert (code, err.startswith("error: there: Permission denied; change its mode")) == (1, True)
+
+
 def test_data_check_counts_rows(world: Path, rlhf: Call) -> None:
     code, out, _ = rlhf("data", "check", "rankings.jsonl", "--as", "preferences", "--json")
     found = json.loads(out)
@@ -275,6 +346,32 @@ def test_a_process_that_it_became_shows_no_traceback(world: Path) -> None:
         assert ended.returncode == 1
         assert ended.stderr.splitlines()[-1] == "OSError: no disk"
         assert ("Traceback" in ended.stderr) == shown
+
+
+def test_ctrl_c_ends_it_without_a_word_while_it_imports_what_it_needs(world: Path) -> None:
+    for imported in ("rlhf.pipeline.commands", "typer"):
+        code = f"""
+        import os, signal, sys
+        from rlhf.pipeline.cli import main
+        class Pressed:
+            def find_spec(self, name, path=None, target=None):
+                if name == {imported!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Pressed())
+        sys.argv[1:] = ["--help"]
+        main()
+        """
+        ended = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_ctrl_c_ends_a_process_that_it_became_without_a_word(world: Path) -> None:
+    Path("slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code = "from rlhf.pipeline.tools_cli import become; become('slow', [])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 def test_help_plan_status_and_a_finished_run_import_nothing_heavy(world: Path, stages: FakeStages) -> None:

@@ -279,6 +279,46 @@ def test_status_tells_a_running_stage_from_an_interrupted_one(world: Path, stage
     assert run_status(RUN)["sft"]["status"] == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("rows", "left"),
+    [
+        # 10 steps of 2 + 0.5 s, an evaluation of 5 s, 2 steps of 8 + 2 s: 50 s for 12 steps; 18 are left
+        ((
+            {"step": 10, "seconds_rollout": 2.0, "seconds_update": 0.5, "seconds_sampling": 9.0},
+            {"step": 10, "seconds_evaluation": 5.0},
+            {"step": 12, "seconds_update": 8.0, "seconds_checkpoint": 2.0},
+        ), 75.0),
+        (({"step": 10, "seconds_update": 2.0}, {"step": "?"}), None),
+        (({"step": 10, "seconds_update": float("inf")},), None),
+        (({"step": 0, "seconds_evaluation": 2.0},), None),
+        ((), None),
+    ],
+)  # fmt: skip
+def test_status_tells_how_long_a_running_stage_has_still_to_go(
+    world: Path,
+    stages: FakeStages,
+    rlhf: Callable[..., tuple[int, str, str]],
+    rows: tuple[dict[str, Any], ...],
+    left: float | None,
+) -> None:
+    seen: list[Any] = []
+
+    def look(folder: Path) -> None:
+        for state in ("running", "stopped"):
+            (folder / "status.json").write_text(json.dumps({"state": state, "step": 12, "steps": 30}))
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            seen.append(run_status(RUN)["sft"]["seconds_left"])
+            seen.append(rlhf("status", str(RUN))[1].splitlines()[2].rstrip())
+
+    stages.in_stage["sft"] = look
+    run()
+    told = "step 12 of 30, about 1:15 min left" if left else "step 12 of 30"
+    assert seen[0] == left
+    assert seen[1].endswith(f"  {told}")
+    assert (seen[2], seen[3].endswith("  step 12 of 30")) == (None, True)
+    assert "seconds_left" not in run_status(RUN)["sft"]
+
+
 def test_a_report_that_cannot_be_drawn_does_not_lose_the_run(
     world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
 
 
 def test_settings_that_differ_are_told_by_their_dotted_names(runs: tuple[Path, Path]) -> None:
-    assert Comparison(runs).settings() == [("ppo.kl_coef", ["0.05", "0.1"]), ("ppo.rewards.0.weight", ["1.0", "2.0"])]
+    assert Comparison(runs).settings == [("ppo.kl_coef", ["0.05", "0.1"]), ("ppo.rewards.0.weight", ["1.0", "2.0"])]
 
 
 def test_contents_of_data_and_versions_are_told_too(runs: tuple[Path, Path]) -> None:
@@ -43,7 +43,7 @@ def test_contents_of_data_and_versions_are_told_too(runs: tuple[Path, Path]) -> 
     made = json.loads(path.read_text(encoding="utf-8"))
     made["made_with"]["versions"]["torch"] = "2.14.0"
     path.write_text(json.dumps(made | {"data": {"data": "feedbeeffeedbeef"}}), encoding="utf-8")
-    differing = dict(Comparison(runs).settings())
+    differing = dict(Comparison(runs).settings)
     assert differing["ppo.data, contents"] == ["–", "feedbeeffeed"]
     assert differing["version of torch"] == ["2.13.0", "2.14.0"]
 
@@ -54,8 +54,8 @@ def test_a_stage_that_a_run_does_not_have_is_told_of_once(runs: tuple[Path, Path
     made = json.loads(path.read_text(encoding="utf-8")) | {"data": {"data": "feedbeeffeedbeef"}}
     path.write_text(json.dumps(made), encoding="utf-8")
     third = make_run(tmp_path / "c", ["sft"])
-    assert Comparison([runs[1], third]).settings() == [("stage ppo", ["there", "no such stage"])]
-    assert Comparison([*runs, third]).settings() == [
+    assert Comparison([runs[1], third]).settings == [("stage ppo", ["there", "no such stage"])]
+    assert Comparison([*runs, third]).settings == [
         ("stage ppo", ["there", "there", "no such stage"]),
         ("ppo.kl_coef", ["0.05", "0.1", "–"]),
         ("ppo.rewards.0.weight", ["1.0", "2.0", "–"]),
@@ -67,7 +67,7 @@ def test_what_only_a_finished_stage_knows_is_not_compared_with_one_that_is_not(r
     path = runs[1] / "ppo-0123abcd" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"data": "feed"}}), encoding="utf-8")
     (runs[0] / "ppo-0123abcd" / "manifest.json").unlink()
-    assert [name for name, _ in Comparison(runs).settings()] == ["ppo.kl_coef", "ppo.rewards.0.weight"]
+    assert [name for name, _ in Comparison(runs).settings] == ["ppo.kl_coef", "ppo.rewards.0.weight"]
 
 
 def test_where_a_recipe_cannot_be_read_the_stages_tell_their_settings(runs: tuple[Path, Path]) -> None:
@@ -75,14 +75,14 @@ def test_where_a_recipe_cannot_be_read_the_stages_tell_their_settings(runs: tupl
     path = runs[1] / "ppo-0123abcd" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": {"learning_rate": 0.01}}), encoding="utf-8")
     comparison = Comparison(runs)
-    assert comparison.settings() == [("ppo.learning_rate", ["0.003", "0.01"])]
+    assert comparison.settings == [("ppo.learning_rate", ["0.003", "0.01"])]
     assert "⚠ b/recipe.yaml : not valid YAML: line 2" in words(comparison.page())
     (runs[0] / "ppo-0123abcd" / "manifest.json").unlink()  # and then that one tells none
-    assert Comparison(runs).settings() == []
+    assert Comparison(runs).settings == []
 
 
 def test_metrics_stand_side_by_side_with_their_difference_from_the_first(runs: tuple[Path, Path]) -> None:
-    lines = {line["name"]: line for line in Comparison(runs).metrics()["ppo"]}
+    lines = {line["name"]: line for line in Comparison(runs).metrics["ppo"]}
     assert lines["kl"]["values"] == [8.7, 9.2]
     assert lines["kl"]["differences"] == [None, pytest.approx(0.5)]
     assert lines["true_quality"]["main"] is True
@@ -208,7 +208,7 @@ def test_what_cannot_be_compared_is_refused(
 def test_three_runs_may_have_stages_that_others_lack(runs: tuple[Path, Path], tmp_path: Path) -> None:
     third = make_run(tmp_path / "c", list(METRICS))
     comparison = Comparison([*runs, third])
-    found: dict[str, Any] = comparison.metrics()
+    found: dict[str, Any] = comparison.metrics
     assert found["pretrain"][0]["values"] == [None, None, 2.164]
     assert "held-out loss 2.16" in words(comparison.page())
     columns, rows = comparison.table()

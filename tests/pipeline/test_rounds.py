@@ -19,9 +19,10 @@ from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.plan import Scope, make_plan
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.summary import flat, run_status
-from rlhf.stages.artifact import STAGES, read_settings
+from rlhf.stages.artifact import STAGES
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.settings_file import read_settings
 
 Rlhf = Callable[..., tuple[int, str, str]]
 RUN = Path("run")

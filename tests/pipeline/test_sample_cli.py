@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,17 @@ def test_a_function_that_breaks_is_a_failure_and_one_that_is_not_there_a_refusal
     code, _, err = rlhf("judge", store, "--with", "cli_judge:nothing")
     assert code == 2
     assert "cli_judge:nothing" in err
+
+
+def test_replies_that_can_no_longer_be_written_are_a_failure(
+    store: str, rlhf: Rlhf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "s.sqlite.replies.jsonl")
+
+    monkeypatch.setattr("rlhf.stages.judging.judge_store", denied)
+    code, _, err = rlhf("judge", store, "--with", "cli_judge:marks")
+    assert (code, err.startswith("error: s.sqlite.replies.jsonl: Permission denied; ")) == (1, True)
 
 
 def test_a_server_that_is_not_there_is_a_failure(store: str, rlhf: Rlhf) -> None:

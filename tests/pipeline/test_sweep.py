@@ -16,8 +16,8 @@ from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.runner import run
 from rlhf.pipeline.sweep import load_sweep, read_sweep, run_sweep, shipped_sweeps, table
-from rlhf.stages.artifact import read_settings
 from rlhf.stages.pretrain.config import PretrainSettings
+from rlhf.stages.settings_file import read_settings
 
 RUN = Path("run")
 SIZES = "- {name: small, hidden_size: 16}\n- {name: large, hidden_size: 64}\n- {name: medium, hidden_size: 32}\n"

@@ -58,6 +58,14 @@ def test_no_command_is_listed_with_half_a_sentence(
             OSError(28, "No space left on device"),
             "standard output, or a file: No space left on device; make room there",
         ),
+        (
+            PermissionError(13, "Permission denied", "a/b"),
+            "a/b: Permission denied; change its mode, or that of its folder, or name another place",
+        ),
+        (
+            FileNotFoundError(2, "No such file or directory"),
+            "the folder that you are in: No such file or directory; look whether its folder is there",
+        ),
         (OSError("the hub could not be reached"), "OSError: the hub could not be reached"),
         (ConnectionResetError(104, "reset by peer"), "ConnectionResetError: [Errno 104] reset by peer"),
     ],

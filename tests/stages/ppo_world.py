@@ -13,7 +13,6 @@ from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassifi
 from rlhf.data.collate import pad_left
 from rlhf.data.rows import Prompt
 from rlhf.stages import adapters
-from rlhf.stages.artifact import write_settings
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, save_folder
 from rlhf.stages.ppo.config import PPOSettings
@@ -26,6 +25,7 @@ from rlhf.stages.ppo.update import Updater
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.train import train as train_reward
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import write_settings
 
 EOS = 0  # also the pad id
 LENGTHS = (6, 1, 2, 5, 3, 1, 4, 6)

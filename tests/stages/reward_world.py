@@ -8,11 +8,11 @@ from typing import Any
 from stages_world import byte_tokenizer, tiny_policy
 
 from rlhf.data.rows import Ranking
-from rlhf.stages.artifact import write_settings
 from rlhf.stages.models import save_folder
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.train import train
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import write_settings
 
 SMALL: dict[str, Any] = {
     "max_length": 48, "global_batch_size": 8, "num_epochs": 1, "learning_rate": 0.01, "eval_share": 0.3,

@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.recipes import demo_world
-from rlhf.stages.artifact import write_settings
 from rlhf.stages.engines.choice import make_engine
+from rlhf.stages.settings_file import write_settings
 
 
 @cache

@@ -1,6 +1,8 @@
 """Adapters on weights that are in memory once, and the reward model that is trained as one."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages import adapters
+from rlhf.stages import adapters, lora_layers
 from rlhf.stages.artifact import Artifact, model_digest
 from rlhf.stages.models import SCORE_KEYS, PolicyModel, ScalarModel, load_policy, load_scalar, load_tokenizer
 from rlhf.stages.settings import LoraSettings
@@ -134,14 +136,45 @@ def test_joined_layers_read_and_learn_as_peft_s_own(policy: Any, tmp_path: Path)
         assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-4), name
 
 
-def test_only_what_a_layer_is_asked_for_now_counts_after_a_pass_that_was_broken_off() -> None:
+@pytest.mark.parametrize("place", ["q_proj", "k_proj"])
+def test_a_pass_that_was_broken_off_changes_nothing_and_can_be_let_go(place: str) -> None:
+    """Its activations hang on what it has made for layers that it did not come to: a second try would not fit."""
     model = adapters.shared_copy(tiny_policy().requires_grad_(False))
     adapters.add_lora(model, LORA)
     stir(model)
     expected = logprobs(model)
-    attention = model.base_model.layers[0].self_attn
-    attention.q_proj(torch.ones(1, 16))  # the memory was full before the keys
+    layer = getattr(model.base_model.layers[1].self_attn, place).base_layer
+    states: list[Any] = []
+
+    def no_room(_module: Any, inputs: tuple[Tensor]) -> None:
+        states.append(weakref.ref(inputs[0]))
+        raise torch.OutOfMemoryError
+
+    handle = layer.register_forward_pre_hook(no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        PolicyModel(model)(IDS, MASK, 6, 0.7)
+    handle.remove()
     assert torch.equal(logprobs(model), expected)
+    handle = layer.register_forward_pre_hook(no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        PolicyModel(model)(IDS, MASK, 6, 0.7)
+    gc.collect()
+    assert states[1]() is not None
+    lora_layers.forget(model)
+    gc.collect()
+    assert states[1]() is None
+
+
+def test_joined_layers_that_read_unlike_inputs_after_all_are_computed_apart() -> None:
+    """As queries and keys are in attention from one text to another."""
+    model = adapters.shared_copy(tiny_policy().requires_grad_(False))
+    adapters.add_lora(model, LORA)
+    stir(model)
+    attention = model.base_model.layers[0].self_attn
+    one, other = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    expected = attention.k_proj(other)
+    attention.q_proj(one)
+    assert torch.equal(attention.k_proj(other), expected)
 
 
 def test_joined_layers_may_be_asked_in_any_order() -> None:

@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf.data.errors import RefusedError, SettingsError
-from rlhf.stages.artifact import (
-    Artifact,
-    code_digest,
-    identify,
-    input_digest,
-    model_digest,
-    read_settings,
-    seal,
-    write_settings,
-)
+from rlhf.stages.artifact import Artifact, code_digest, identify, input_digest, model_digest, seal
 from rlhf.stages.disk import file_digest
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.sft.config import SFTSettings
@@ -80,41 +71,6 @@ def test_a_folder_without_config_is_no_model(settings: SFTSettings, tmp_path: Pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(SettingsError, match=r"holds no config\.json"):
         identify(changed(settings, model=str(tmp_path / "empty")))
-
-
-def test_settings_come_back_as_they_were_written(settings: SFTSettings, tmp_path: Path) -> None:
-    write_settings(tmp_path / "stage", settings)
-    assert read_settings(tmp_path / "stage", SFTSettings) == settings
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"", "it holds no settings"),
-        (b"[]", "it holds no settings"),
-        (b"7", "it holds no settings"),
-        (b"\xff\xfe", "'utf-8' codec can't decode"),
-        (b"data: {path: x", "line 1, column 7 did not find expected ',' or '}'"),
-        (b"- " * 2000 + b"x", "maximum"),
-    ],
-)
-def test_settings_that_cannot_be_read_are_named_with_what_is_wrong(tmp_path: Path, content: bytes, told: str) -> None:
-    (tmp_path / "settings.yaml").write_bytes(content)
-    with pytest.raises(SettingsError) as refused:
-        read_settings(tmp_path, SFTSettings)
-    before = f"{tmp_path}/settings.yaml: cannot be read as a stage's settings ("
-    assert str(refused.value).startswith(before)
-    assert told in str(refused.value)
-    assert str(refused.value).endswith("); put it back as it was")
-
-
-def test_each_wrong_setting_of_a_file_is_told_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text("data: rows.jsonl\nmax_length: long\nlearnin_rate: 1.0\n")
-    with pytest.raises(SettingsError) as refused:
-        read_settings(tmp_path, SFTSettings)
-    first, second = str(refused.value).splitlines()
-    assert first.startswith(f"{tmp_path}/settings.yaml: sft.max_length: ")
-    assert second == f"{tmp_path}/settings.yaml: sft: no setting 'learnin_rate'; did you mean 'learning_rate'?"
 
 
 def test_the_manifest_names_every_file_with_its_hash_but_no_checkpoint(settings: SFTSettings, tmp_path: Path) -> None:

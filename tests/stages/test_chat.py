@@ -12,7 +12,7 @@ import pytest
 import torch
 from stages_world import byte_tokenizer, tiny_policy
 
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.rows import read_demonstrations
 from rlhf.data.sources import Source
 from rlhf.data.tokens import encode_example
@@ -80,6 +80,21 @@ def test_an_answer_comes_piece_by_piece_and_is_what_was_sampled(folder: Path) ->
     assert "".join(pieces) == answer.text == answer.text.strip()
     assert "Who?" not in answer.text
     assert not answer.ended  # twelve tokens were not enough for it
+
+
+def test_at_temperature_0_an_answer_is_the_same_whatever_the_seed(folder: Path) -> None:
+    texts = set()
+    for seed in range(3):
+        greedy = Speaker("first", str(folder / "first" / "model"), 0.0, 12, CPU)
+        torch.manual_seed(seed)
+        texts.add(greedy.answer([{"role": "user", "content": "Who?"}], lambda text: None).text)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("temperature", ["-0.1", "nan", "inf"])
+def test_what_is_no_temperature_is_refused_before_a_model_is_loaded(temperature: str) -> None:
+    with pytest.raises(SettingsError, match="--temperature must be a number from 0 on"):
+        chat.main(["nowhere", "--temperature", temperature])
 
 
 def test_half_a_letter_waits_for_its_rest() -> None:

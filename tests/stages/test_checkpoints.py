@@ -21,7 +21,7 @@ from stages_world import TINY, inputs, run_stage
 
 from rlhf.data.errors import DataError
 from rlhf.stages import artifact, checkpoints
-from rlhf.stages.artifact import Artifact, write_settings
+from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import (
     CannotWrite,
     clear,
@@ -33,6 +33,7 @@ from rlhf.stages.checkpoints import (
 from rlhf.stages.disk import file_digest, replace_text
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import write_settings
 
 Chain = dict[str, Path]
 

@@ -18,7 +18,7 @@ from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.rows import prompt_key, read_demonstrations
 from rlhf.data.sources import Source
 from rlhf.data.split import split_by_prompt
-from rlhf.stages.artifact import Artifact, read_settings
+from rlhf.stages.artifact import Artifact
 from rlhf.stages.disk import file_digest
 from rlhf.stages.evaluation import bench, statistics, tasks
 from rlhf.stages.evaluation.answers import Answer, answers
@@ -27,6 +27,7 @@ from rlhf.stages.evaluation.evaluate import evaluate, finite
 from rlhf.stages.evaluation.records import EvaluationFailed, read_answers, read_figures
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain import corpus
+from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sft.config import SFTSettings
 
 JUDGE = f"{WORLD}:judge"

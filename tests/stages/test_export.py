@@ -275,6 +275,15 @@ def test_nothing_is_written_over(made: dict[str, Path], tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
 
 
+def test_a_place_that_may_not_be_written_to_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    for write in (export.export, export_adapter):
+        with pytest.raises(SettingsError, match=f"out: {tmp_path} cannot be written to; change its mode, or name"):
+            write(str(tmp_path / "no model"), tmp_path / "out")
+
+
 def test_of_an_export_that_failed_nothing_stays(
     made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

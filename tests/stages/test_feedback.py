@@ -11,11 +11,12 @@ from stages_world import byte_tokenizer, tiny_policy
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.feedback.records import Answer, Task
 from rlhf.data.feedback.store import Store
-from rlhf.stages.artifact import Artifact, identify, read_settings, write_settings
+from rlhf.stages.artifact import Artifact, identify
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.feedback.stores import left_behind
 from rlhf.stages.feedback.train import train
 from rlhf.stages.models import save_folder
+from rlhf.stages.settings_file import read_settings, write_settings
 
 JUDGE = "def length(prompts, responses):\n    return [float(len(text)) for text in responses]\n"
 

@@ -11,12 +11,13 @@ from transformers import LlamaForSequenceClassification
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.feedback.store import Store
-from rlhf.stages.artifact import identify, write_settings
+from rlhf.stages.artifact import identify
 from rlhf.stages.feedback import choose
 from rlhf.stages.feedback.choose import by_chance, disagreement, most_disputed
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.feedback.train import train
 from rlhf.stages.models import ScalarModel, save_folder
+from rlhf.stages.settings_file import write_settings
 
 CPU = torch.device("cpu")
 

@@ -16,12 +16,13 @@ from test_train import Killed, at_step
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages import entry, microbatches, out_of_memory
-from rlhf.stages.artifact import Artifact, write_settings
+from rlhf.stages.artifact import Artifact
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.out_of_memory import OutOfMemory, at_once, is_out_of_memory, within_memory
 from rlhf.stages.ppo import rollout
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.train import train as pretrain
+from rlhf.stages.settings_file import write_settings
 
 Chain = dict[str, Path]
 

@@ -18,7 +18,6 @@ from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.split import split_by_prompt
 from rlhf.data.tokens import encode_documents
-from rlhf.stages.artifact import write_settings
 from rlhf.stages.disk import file_digest
 from rlhf.stages.pretrain import corpus as module
 from rlhf.stages.pretrain import ids as token_files
@@ -26,6 +25,7 @@ from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.corpus import Corpus, prepare
 from rlhf.stages.pretrain.together import claimed
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import write_settings
 
 Prepare = Callable[..., Corpus]
 TEXTS = [f"document {number} of the text\n" for number in range(40)]

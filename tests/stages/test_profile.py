@@ -10,6 +10,7 @@ import torch
 from ppo_world import model_folders, run_ppo
 from stages_world import byte_tokenizer, run_stage, tiny_policy
 
+from rlhf.pipeline import summary
 from rlhf.stages import adapters, profile
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.ppo import train as train_module
@@ -270,3 +271,7 @@ def test_the_first_steps_are_left_out_of_a_trace_where_there_are_others(
     trace.write()
     assert len(said) == 1
     assert said[0].startswith(f"profile of steps {steps}: ")
+
+
+def test_the_phases_that_status_counts_are_all_of_a_step() -> None:
+    assert set(summary.PHASES) == set(profile.PHASES.values())

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf.data.errors import RefusedError
 from rlhf.stages import sharding
 from rlhf.stages.adapters import merged
-from rlhf.stages.artifact import Artifact, read_settings
+from rlhf.stages.artifact import Artifact
 from rlhf.stages.head_loss import takes_logits_straight
 from rlhf.stages.models import load_policy, load_tokenizer, save_folder
 from rlhf.stages.optimizers import trained
@@ -28,6 +28,7 @@ from rlhf.stages.ppo.layout import load_roles
 from rlhf.stages.ppo.rollout import read_part
 from rlhf.stages.ppo.update import Updater
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.settings_file import read_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 END_AFTER, STEPS = 2, 5

@@ -1,5 +1,8 @@
 """Settings refuse what they do not know and say what would work."""
 
+import re
+from typing import Any
+
 import pytest
 
 from rlhf.data.errors import SettingsError
@@ -12,6 +15,24 @@ from rlhf.stages.sft.config import SFTSettings
 def test_a_misspelt_key_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(SettingsError, match=r"ppo: no setting 'kl_coeff'; did you mean 'kl_coef'\?"):
         PPOSettings.load({"data": "prompts.jsonl", "kl_coeff": 0.1}, "ppo")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"banana": 1}, r"sft: no setting 'banana'; none of the \d+ there are has a name like it; `rlhf schema` and "
+         r"docs/recipes\.md list them"),
+        ({"args": {"banana": 1}}, r"sft\.args: trl\.SFTConfig has no field 'banana'; none of the \d+ there are has a "
+         "name like it; TRL's page on SFTConfig lists them"),
+        ({"lora": {"banana": 1}}, r"sft\.lora: no setting 'banana'; there are alpha, dropout, r, target_modules"),
+    ],
+)  # fmt: skip
+def test_a_name_like_no_other_is_told_where_the_names_are_listed_unless_they_are_few(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        SFTSettings.load({"data": "x.jsonl", **settings}, "sft")
+    assert re.fullmatch(message, str(caught.value))
 
 
 def test_every_problem_is_named_in_one_message() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from stages_world import TINY, inputs, run_stage, without_clock
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -342,3 +343,20 @@ def assert_same(folder: Path, undisturbed: Path) -> None:
     }
     assert rows(folder) == rows(undisturbed)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "reward"])
+def test_gradients_that_processes_share_are_kept_once(
+    stage: str, chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFT's trainer has an accelerator of its own."""
+    kept, prepare = [], Accelerator.prepare_model
+
+    def watch(accelerator: Accelerator, *arguments: Any, **named: Any) -> Any:
+        kept.append(accelerator.ddp_handler.gradient_as_bucket_view)
+        return prepare(accelerator, *arguments, **named)
+
+    monkeypatch.setattr(Accelerator, "prepare_model", watch)
+    run_stage(stage, tmp_path / stage, **inputs(stage, chain))
+    assert kept
+    assert all(kept)

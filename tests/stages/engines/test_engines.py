@@ -95,6 +95,18 @@ def test_near_temperature_0_the_likeliest_token_is_taken_however_many_rows_are_w
                 break
 
 
+@torch.no_grad()
+def test_at_temperature_0_transformers_takes_the_likeliest_token_with_certainty(policy: Any) -> None:
+    engine = TransformersEngine(policy)
+    found = engine.generate(PROMPTS, 4, 0.0, [], 0)
+    assert torch.equal(found.logprobs, torch.zeros(len(PROMPTS), 4))
+    for prompt, row in zip(PROMPTS, found.tokens.tolist(), strict=True):
+        for t, token in enumerate(row):
+            assert token == policy(torch.tensor([prompt + row[:t]])).logits[0, -1].argmax().item()
+    policy.lm_head.weight.data.zero_()  # all are equally likely, and still it is always the same one
+    assert engine.generate([[7, 8]] * 50, 4, 0.0, [], 0).tokens.unique().numel() == 1
+
+
 def test_several_stop_tokens_each_end_a_response(engine: Engine) -> None:
     plain = tokens(engine, [[7, 8], [9]], 6, 1e-4)
     stopped = tokens(engine, [[7, 8], [9]], 6, 1e-4, [plain[0, 1].item(), plain[1, 2].item()])
