@@ -1,6 +1,7 @@
 """Words of the command line that cannot be read: one line in our form, the nearest word, exit code 2."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_no_command_is_listed_with_half_a_sentence(
         ),
         (
             FileNotFoundError(2, "No such file or directory"),
-            "the folder that you are in: No such file or directory; look whether its folder is there",
+            "FileNotFoundError: [Errno 2] No such file or directory",
         ),
         (OSError("the hub could not be reached"), "OSError: the hub could not be reached"),
         (ConnectionResetError(104, "reset by peer"), "ConnectionResetError: [Errno 104] reset by peer"),
@@ -72,3 +73,11 @@ def test_no_command_is_listed_with_half_a_sentence(
 )
 def test_what_the_system_says_is_told_with_the_file_if_it_is_of_one(error: OSError, said: str) -> None:
     assert of_file(error) == said
+
+
+def test_a_working_folder_that_was_deleted_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    said = of_file(FileNotFoundError(2, "No such file or directory"))
+    assert said == "the folder that you are in: No such file or directory; look whether its folder is there"
