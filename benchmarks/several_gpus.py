@@ -5,6 +5,7 @@
     python benchmarks/several_gpus.py curves [--plot SVG] the same steps on each number of GPUs: training losses
     python benchmarks/several_gpus.py placement [1b]      scoring models on a second GPU, and sampling one step off
     python benchmarks/several_gpus.py … --small           tiny models, and on CPUs where there is no GPU, to try it
+                                                          (not placement, which wants two)
 
 `--processes 1 2 4` says on how many; by default all of these that are there. `--settings` are further ones of PPO, as
 JSON, such as {"weights": "bf16", "compile": true}. Each line is a launch of its own, by
@@ -95,7 +96,10 @@ def main() -> None:
 def scaling(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
     """A table per stage: the rate of each number of processes, and what share of their sum it is."""
     if options.only != "ppo":
-        table("pretrain 124m, tokens/s", [(n, measure(pretrain(home, n, options.small))) for n in processes])
+        table(
+            f"pretrain {'tiny' if options.small else '124m'}, tokens/s",
+            [(n, measure(pretrain(home, n, options.small))) for n in processes],
+        )
     if options.only != "pretrain":
         size = "tiny" if options.small else "1b"
         make_world(home / "world", size)

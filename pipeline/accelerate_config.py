@@ -68,6 +68,14 @@ def num_processes(recipe: Recipe, stage: str, gpus: int) -> int:
     return int(found or max(gpus, 1) * machines)
 
 
+def on_cpu(recipe: Recipe, stage: str, gpus: int) -> bool:
+    """Whether the launcher puts a stage on the CPU, where `gpus` are visible; else the stage looks for itself."""
+    config = read_config(recipe.config_of(stage))
+    if recipe.config_of(stage) is None:
+        return num_processes(recipe, stage, gpus) > 1 and not gpus
+    return bool(config.get("use_cpu") or (not gpus and config.get("distributed_type") in ("MULTI_GPU", "FSDP")))
+
+
 def refuse_bad_configs(recipe: Recipe, stages: list[str], gpus: int, say: Callable[[str], None]) -> None:
     """Refuse accelerate configs with which a stage could not be launched; say what in them has no effect."""
     said: set[str] = set()
@@ -113,8 +121,12 @@ def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
         yield 'distributed_type: NO without quotes means false; write "NO"'
     elif kind not in TYPES:
         yield f"distributed_type: found {kind!r}; {nearest(str(kind), list(TYPES))}"
-    if kind == "DEEPSPEED":
+    elif kind == "DEEPSPEED":
         yield "distributed_type: DEEPSPEED is not supported; take fsdp2, which does what ZeRO-3 does, or zero2"
+    elif kind == "FSDP":
+        yield from _wrong_fsdp(config.get("fsdp_config") or {})
+    elif kind != "NO" and not kind.startswith("MULTI_"):
+        yield f"distributed_type: {kind} is not supported; take MULTI_GPU (as in ddp) or FSDP (as in fsdp2)"
     for key in ("num_processes", "num_machines"):
         found = config.get(key)
         if found is not None and (not isinstance(found, int) or isinstance(found, bool) or found < 1):
@@ -125,6 +137,22 @@ def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
         for key, example in (("main_process_ip", "10.0.0.1"), ("main_process_port", "29500")):
             if config.get(key) is None:
                 yield f"{key}: not set, and several machines have to meet there; for instance {key}: {example}"
+
+
+def _wrong_fsdp(section: Any) -> Iterator[str]:
+    """What of FSDP is not done here, as `stages.sharding.asked_for` says it of a stage's environment."""
+    if not isinstance(section, dict):  # which is told already
+        return
+    asked = {str(key).removeprefix("fsdp_"): str(value).lower() for key, value in section.items() if value is not None}
+    if asked.get("version") != "2":
+        version = asked.get("version", "1, its default")
+        yield f"fsdp_config: asks for FSDP version {version}: set fsdp_version: 2"
+    for name, cure in (
+        ("offload_params", "use more processes"),
+        ("activation_checkpointing", "set the stage's own gradient_checkpointing"),
+    ):
+        if asked.get(name) in ("true", "1", "yes"):
+            yield f"fsdp_config: fsdp_{name} is not supported: leave it out, {cure}"
 
 
 def _not_so_many(config: Mapping[str, Any], processes: int) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from rlhf.data.errors import RefusedError, Stopped
 from rlhf.pipeline import processes
-from rlhf.pipeline.accelerate_config import config_path, num_processes, read_config
+from rlhf.pipeline.accelerate_config import config_path, num_processes, on_cpu, read_config
 from rlhf.pipeline.errors import DEBUG, RunFailed
 from rlhf.pipeline.processes import MARK, is_left, signal_all, signal_group
 from rlhf.pipeline.recipe import Recipe
@@ -82,14 +82,14 @@ def command(stage: str, folder: Path, recipe: Recipe) -> tuple[list[str], dict[s
         words += ["--config_file", str(config_path(name))]
         if recipe.processes_of(stage) or config.get("num_processes") is None:
             words += ["--num_processes", str(number)]
-        on_cpu = config.get("use_cpu") or (not gpus and config.get("distributed_type") in ("MULTI_GPU", "FSDP"))
     else:  # the defaults, said aloud, or the launcher warns of each; the stage chooses its precision itself
         words += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         words += ["--num_processes", str(number)]
         if number > 1:
             words.append("--multi_gpu")
-        on_cpu = number > 1 and not gpus
-    if on_cpu:  # `accelerate launch --cpu` would start one process; this makes a gloo group of several
+    if on_cpu(
+        recipe, stage, gpus
+    ):  # `accelerate launch --cpu` would start one process; this makes a gloo group of several
         environment["ACCELERATE_USE_CPU"] = "true"
     environment[NUM_PROCESSES] = str(number)
     if config.get("main_process_port") is None and config.get("num_machines") in (None, 1):

@@ -13,7 +13,8 @@ from rlhf.data.feedback.store import Store
 from rlhf.data.hub import refuse_unknown
 from rlhf.data.sources import Source
 from rlhf.data.split import train_and_eval
-from rlhf.pipeline.accelerate_config import num_processes, refuse_bad_configs
+from rlhf.pipeline.accelerate_config import refuse_bad_configs
+from rlhf.pipeline.fits import misfits
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.plan import Step, upstreams_of
 from rlhf.pipeline.recipe import Recipe, to_yaml
@@ -63,7 +64,7 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
     to_run = [step.settings for step in steps if step.action in ("run", "resume") and step.settings is not None]
     gpus = visible_gpus()
     refuse_bad_configs(recipe, [settings.stage for settings in to_run], gpus, say)
-    problems = [line for settings in to_run for line in _uneven(settings, num_processes(recipe, settings.stage, gpus))]
+    problems = [line for settings in to_run for line in misfits(settings, recipe, gpus)]
     problems += _too_long(steps, recipe)
     if problems:
         raise SettingsError("\n".join(problems))
@@ -85,21 +86,6 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
     models = {Path(model) for settings in to_run for model in settings.inputs().values() if model is not None}
     for model in sorted(model for model in models if model.parent not in reused):
         refuse_damaged_model(model, verify)
-
-
-def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:
-    """Batches that the processes cannot share, in the words of the stages."""
-    batches: dict[str, int] = {}
-    if isinstance(settings, PPOSettings):
-        batches["rollout_batch_size / num_minibatches"] = settings.rollout_batch_size // settings.num_minibatches
-    elif isinstance(settings, PretrainSettings) and settings.global_batch_tokens is not None:
-        length = settings.block_size or settings.context_length
-        batches["global_batch_tokens / block_size"] = max(settings.global_batch_tokens // length, 1)
-    elif isinstance(settings, PretrainSettings | SFTSettings | RewardSettings):
-        batches["global_batch_size"] = settings.global_batch_size
-    for name, size in batches.items():
-        if size % processes:
-            yield f"{settings.stage}.{name}: {size} cannot be shared evenly by {processes} processes; use a multiple"
 
 
 def _too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:

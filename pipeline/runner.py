@@ -184,7 +184,7 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
         ended("stopped")
         is_told = stage_status(folder).get("state") == "stopped"  # the stage said itself where it goes on
         raise RunStopped(
-            "" if is_told else f"{stage}: stopped; {_how_to_go_on(folder, 'run again')}", int(code)
+            "" if is_told else f"{stage}: stopped; {_how_to_go_on(folder, is_stopped=True)}", int(code)
         ) from None
     except Exception as error:
         ended("failed")
@@ -204,12 +204,14 @@ def _describe(step: Step) -> str:
     return f"{step.name}: {step.action}{where} ({reason})"
 
 
-def _how_to_go_on(folder: Path, cure: str = "correct it and run again") -> str:
+def _how_to_go_on(folder: Path, is_stopped: bool = False) -> str:
+    cure = "run again" if is_stopped else "correct it and run again"
     log = f" (traceback in {folder / ERROR_LOG})" if (folder / ERROR_LOG).exists() else ""
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         return f"no checkpoint yet{log}; {cure}"
-    return f"state is kept in {folder}{log}; {cure}: it goes on from step {checkpoint.step}"
+    new = "" if is_stopped else ", or starts over in a new folder if data, code or a setting of the result was changed"
+    return f"state is kept in {folder}{log}; {cure}: it goes on from step {checkpoint.step}{new}"
 
 
 def _first_entries(steps: list[Step], recipe: Recipe, run_dir: Path) -> dict[str, Entry]:

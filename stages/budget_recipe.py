@@ -54,14 +54,18 @@ class Request:
 
 
 def phases_of(request: Request, stage: str, settings: Any, device: Device) -> tuple[list[Phase], str]:
-    """The phases of a stage on a device, and the precision that it multiplies in."""
+    """The phases of a stage on a device, and the precision that it multiplies in. Raises RefusedError for settings that
+    do not go with the device or the layout."""
     precision = device.precision(settings.precision, stage)
     if precision not in device.flops:
         raise RefusedError(f"{stage}.precision: {precision} is not supported by {device.name}; use auto or fp32")
+    layout = request.layouts.get(stage) or "ddp"
+    if layout != "ddp" and request.processes_of(stage) > 1 and (problem := next(settings.why_not_spread(), None)):
+        raise RefusedError(problem)
     rows = request.rows.get(stage, {})
     case = Case(
         precision, device.is_gpu, request.processes_of(stage), config_of(request, stage, settings.model),
-        num_rows=rows.get("rows"), num_answers=rows.get("answers", 2), layout=request.layouts.get(stage) or "ddp",
+        num_rows=rows.get("rows"), num_answers=rows.get("answers", 2), layout=layout,
     )  # fmt: skip
     if isinstance(settings, PPOSettings):
         case = _with_rewards(request, settings, case)

@@ -42,9 +42,9 @@ def answer(request: Request) -> dict[str, Any]:
 def _best(request: Request, stage: str, device: Device) -> dict[str, Any]:
     """The stage in the layout that is asked for; or in the first that fits, or else in the last."""
     settings, asked = request.section(stage), request.layouts.get(stage, "ddp")
-    several = request.processes_of(stage) > 1
+    can_spread = request.processes_of(stage) > 1 and next(settings.why_not_spread(), None) is None
     peaks: dict[str, float] = {}
-    for layout in (asked,) if asked is not None else LAYOUTS if several else LAYOUTS[:1]:
+    for layout in (asked,) if asked is not None else LAYOUTS if can_spread else LAYOUTS[:1]:
         in_layout = replace(request, layouts=request.layouts | {stage: layout})
         found = _told(in_layout, stage, settings, device)
         peaks[layout] = found["peak_gib"]

@@ -69,11 +69,8 @@ _now = _Now()
 def begin(run: "Runtime[Any]") -> None:
     """A stage begins: it loads its data and models. Refuses `auto_microbatch` with several processes."""
     _now.phase, _now.shape, _now.run = "loading", (), run
-    if run.settings.auto_microbatch and run.num_processes > 1:
-        raise RefusedError(
-            f"{run.settings.stage}.auto_microbatch: works with one process, there are {run.num_processes}: one that "
-            f"runs out of memory would leave the others waiting; set {run.settings.stage}.microbatch_size instead"
-        )
+    if problem := run.settings.why_alone(run.num_processes):
+        raise RefusedError(problem)
 
 
 def doing(phase: str, ids: torch.Tensor | None = None) -> None:

@@ -91,7 +91,9 @@ class Processes:
 
     def clip_gradients(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """The norm that they had."""
-        return sharding.full(torch.as_tensor(self.accelerator.clip_grad_norm_(model.parameters(), max_norm)))
+        with nullcontext() if self.sharding is None else collective("gradient norm"):
+            norm = self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        return sharding.full(torch.as_tensor(norm))
 
     def unwrap(self, model: Any) -> Any:
         """The model without the wrapper that accelerate put around it."""
@@ -103,6 +105,14 @@ class Processes:
         with collective("broadcast"):
             return broadcast_object_list(found)[0] if self.num_processes > 1 else found[0]
 
+    def gather_objects(self, values: list[T]) -> list[T]:
+        """The values of all processes in one list, those of the first process first, in every process."""
+        if self.num_processes == 1:
+            return values
+        with collective("gather"):
+            found: list[T] = gather_object(values)
+        return found
+
     def wait_for_all(self) -> None:
         """A barrier."""
         with collective("barrier"):
@@ -113,7 +123,7 @@ class Processes:
         if self.num_processes == 1:
             return []
         here = (socket.gethostname(), os.getpid())
-        return [pid for host, pid in gather_object([here]) if host == here[0] and pid != here[1]]
+        return [pid for host, pid in self.gather_objects([here]) if host == here[0] and pid != here[1]]
 
     def check(self, stage: str) -> None:
         """Refuse what a stage cannot work with, and processes that do not see each other."""
@@ -139,8 +149,3 @@ class Processes:
                 f"{self.accelerator.num_processes}: each would train alone and all would write; on CPUs set "
                 "ACCELERATE_USE_CPU=true and pass --multi_gpu"
             )
-
-    def refuse_if_sharded(self, setting: str, because: str) -> None:
-        """Refuse a setting that does not go together with models that are spread over processes."""
-        if self.sharding is not None:
-            raise RefusedError(f"{setting}: not with models that are spread over processes (FSDP): {because}")

@@ -4,6 +4,7 @@ Only the main process writes and talks; every process reaches every barrier.
 """
 
 import hashlib
+import inspect
 import logging
 import os
 import shutil
@@ -18,7 +19,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, gather_object, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
@@ -42,8 +44,17 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """How long processes wait for one that is at work: it may be making tokens of a large text, or judging answers."""
 
-_DDP = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-"""Gradients are not kept once more for their way to the other processes."""
+
+class DDP(DistributedDataParallelKwargs):
+    """How Accelerate wraps models in DDP: gradients are not kept once more for their way to the others, and buffers,
+    which decoders never change, stay where they are. They would be sent at the first microbatch of a step: processes
+    that read two models in unlike numbers of microbatches would send in unlike orders, and wait for each other."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Arguments of torch's wrapper; one of them has another name since torch 2.13."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        no_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return {"gradient_as_bucket_view": True, no_buffers: False}
 
 
 class Runtime(Processes, Generic[AnyStage]):
@@ -64,10 +75,14 @@ class Runtime(Processes, Generic[AnyStage]):
         sharding.asked_for()  # before Accelerate looks
         accelerator = Accelerator(
             mixed_precision=choose_precision(settings.precision, settings.stage),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE), _DDP],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
+        accelerator.ddp_handler = DDP()
         super().__init__(accelerator)
         self.check(settings.stage)
+        if self.sharding is not None and (problem := next(settings.why_not_spread(), None)):
+            raise RefusedError(problem)
+        self._refuse_unlike_processes()
         self.precision = use_precision(settings.precision, self.accelerator.mixed_precision)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         self.flops_per_token = 0.0
@@ -95,6 +110,17 @@ class Runtime(Processes, Generic[AnyStage]):
         self.stopping.start()
         self.seed()
         out_of_memory.begin(self)
+
+    def _refuse_unlike_processes(self) -> None:
+        """Processes that do not read the same rows would train on a mixture, or wait for each other for ever."""
+        mine = self.identity.inputs | self.identity.data
+        for rank, its in enumerate(self.gather_objects([mine])):
+            if unlike := [name for name, digest in mine.items() if its.get(name) != digest]:
+                raise RefusedError(
+                    f"{self.settings.stage}.{unlike[0]}: is not the same in rank {self.rank} and rank {rank}; leave "
+                    "its files as they are while processes start, and let a function give the same rows in the same "
+                    "order in each of them (that of a set differs)"
+                )
 
     # -- talking ------------------------------------------------------------------------------------------
 
@@ -189,14 +215,21 @@ class Runtime(Processes, Generic[AnyStage]):
 
     def batch_size(self, name: str, size: int, num_rows: int) -> int:
         """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly."""
+        number = self.num_processes
+        if size % number:
+            raise RefusedError(
+                f"{self.settings.stage}.{name}: {size} cannot be shared evenly by {number} processes; use a multiple"
+            )
         if num_rows < size:
+            if num_rows % number:
+                even = num_rows - num_rows % number
+                cure = f"set it to {even}" if even else f"use {num_rows} of them at most"
+                raise RefusedError(
+                    f"{self.settings.stage}.{name}: there are {num_rows} rows for a step of {size}, which {number} "
+                    f"processes cannot share evenly; {cure}"
+                )
             self.say(f"only {num_rows} rows for a {name} of {size}; each step takes all of them")
             size = num_rows
-        if size % self.num_processes:
-            raise RefusedError(
-                f"{self.settings.stage}.{name}: {size} cannot be shared evenly by {self.num_processes} "
-                "processes; use a multiple"
-            )
         return size
 
     @property
@@ -266,8 +299,8 @@ class Runtime(Processes, Generic[AnyStage]):
             with self.stopping.saving(), saying_what_cannot_be_written(self.folder, what, keep=True):
                 yield self.folder / "checkpoints" / ".writing"
         except CannotWrite as error:
-            failures.append(str(error))
-        if failures := gather_object(failures):  # of any process; none of them is writing any more
+            failures.append(f"rank {self.rank}: {error}" if self.num_processes > 1 else str(error))
+        if failures := self.gather_objects(failures):  # of any process; none of them is writing any more
             if self.is_main:
                 remove_temporaries(self.folder)
             raise CannotWrite(failures[0])

@@ -3,7 +3,7 @@
 import difflib
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -154,7 +154,8 @@ class StageSettings(Settings):
     ends in time."""
     stop_hung_after: float = Field(3600.0, gt=0)
     """Seconds in which none of several processes begins or ends anything in training, until they end themselves and say
-    which one hangs; more than the longest save, evaluation or rollout takes."""
+    which one hangs; more than the longest save, evaluation or rollout takes. Before the first step nobody looks;
+    torch's own limit of six hours holds there."""
     attempt: int = Field(0, ge=0)
     """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""
 
@@ -190,6 +191,26 @@ class StageSettings(Settings):
     def code(self) -> dict[str, str]:
         """Each `module:function` that the stage calls, by name."""
         return {name: value for name in self.code_fields if (value := getattr(self, name)) is not None}
+
+    def why_alone(self, num_processes: int) -> str | None:
+        """Why the stage cannot have so many processes; None where no setting keeps it from that."""
+        if not self.auto_microbatch or num_processes == 1:
+            return None
+        return (
+            f"{self.stage}.auto_microbatch: works with one process, there are {num_processes}: one that runs out of "
+            f"memory would leave the others waiting; set {self.stage}.microbatch_size instead"
+        )
+
+    def why_not_spread(self) -> Iterator[str]:
+        """Why the stage cannot have models that are spread over processes (FSDP), a line for each setting."""
+        if self.precision == "fp16":
+            yield f"{self.stage}.precision: fp16 is not supported for sharded models; use bf16 or fp32"
+        for setting, because in self.only_whole():
+            yield f"{self.stage}.{setting}: not with models that are spread over processes (FSDP): {because}"
+
+    def only_whole(self) -> Iterator[tuple[str, str]]:
+        """Settings of the stage's own that want whole models, and what to do about each."""
+        yield from ()
 
     def result_settings(self) -> dict[str, Any]:
         """The settings that change the result, without models, data and code, whose digests stand for them."""

@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages.engines import Engine, Responses
+from rlhf.stages.watchdog import collective
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 def full(tensor: Tensor) -> Tensor:
     """All of a tensor that is spread over the processes, which ask for it together; any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with collective("weights"):
+        return tensor.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -151,7 +155,8 @@ def evenly(parts: Sequence[Rows], *models: nn.Module) -> list[Rows]:
     if of_a_shard is None:
         return parts
     most = torch.tensor(len(parts), device=next(of_a_shard.parameters()).device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    with collective("max"):
+        dist.all_reduce(most, dist.ReduceOp.MAX)
     while len(parts) < most:
         place = max(range(len(parts)), key=lambda place: len(parts[place]))
         part = parts[place]
@@ -167,7 +172,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
     gradients. Other models are left as they are."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for part in parts:
-        part.unshard()
+        with collective("weights"):
+            part.unshard()
         part.set_reshard_after_forward(False, recurse=False)
     try:
         yield

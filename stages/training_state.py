@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.logger import _dcp_logger
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_parts
-from torch.distributed.checkpoint.state_dict_saver import save as write_parts
+from torch.distributed.checkpoint.state_dict_loader import load as read_together
+from torch.distributed.checkpoint.state_dict_saver import save as write_together
 
 from rlhf.stages.sharding import reshard
+from rlhf.stages.watchdog import collective
 
 _TENSORS, _NUMBERS = "tensors", "optimizers.json"
 _FILE_SIZE = 2**32  # about, in bytes of whole tensors: a file is put together in memory
@@ -45,8 +46,8 @@ def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], o
                 place = tensors if isinstance(value, Tensor) else numbers
                 place[f"optimizers.{number}.{names[weight]}.{key}"] = value
     writer = HuggingFaceStorageWriter(str(folder / _TENSORS), _files(tensors), save_distributed=True)
-    with _as_its_cause():
-        write_parts(tensors, storage_writer=writer)
+    with collective("checkpoint"), _as_its_cause():
+        write_together(tensors, storage_writer=writer)
     if is_main:  # last: where it fails, nobody waits for this process
         groups = [[_without_weights(group) for group in optimizer.param_groups] for optimizer in optimizers]
         (folder / _NUMBERS).write_text(json.dumps({"groups": groups, "numbers": numbers}), encoding="utf-8")
@@ -78,8 +79,8 @@ def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], o
                     if isinstance(value, TensorStorageMetadata):
                         value = tensors[f"{owner}.{key}"] = _room(value, weight, group)
                     optimizer.state[weight][key] = value
-    with _as_its_cause():
-        read_parts(tensors, storage_reader=reader)
+    with collective("checkpoint"), _as_its_cause():
+        read_together(tensors, storage_reader=reader)
 
 
 def _names(models: Sequence[nn.Module]) -> dict[nn.Parameter, str]:

@@ -10,7 +10,7 @@
 #   PORT     where the processes meet on machine 0: 29500, if nothing else is said
 set -euo pipefail
 
-recipe=$1 run=$2 machine=$3 machines=$4 gpus=$5 address=$6
+recipe=$1 run=${2%/} machine=$3 machines=$4 gpus=$5 address=$6
 shift 6
 
 if [ "$machine" -ne 0 ]; then

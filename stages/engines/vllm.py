@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -92,7 +91,7 @@ class VLLMEngine:
             raise ValueError(
                 f"temperature {temperature:g} is below {LOWEST_TEMPERATURE:g}, which vLLM would take for it"
             )
-        of_each = gather_object([prompts])
+        of_each = self.processes.gather_objects([prompts])
         everyone = [prompt for part in of_each for prompt in part]
         answers = self._from_main(lambda: self._answers(everyone, max_new_tokens, temperature, stop_token_ids))
         first = sum(len(part) for part in of_each[: self.processes.rank])

@@ -8,8 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
-
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.feedback.export import export
 from rlhf.data.feedback.store import Store
@@ -133,7 +131,7 @@ def sample(run: Runtime[FeedbackSettings], store: Store, prompts: Sequence[Promp
 def together(run: Runtime[FeedbackSettings], told: Filled) -> Filled:
     """What became of the prompts of all processes."""
     found = Filled()
-    for part in gather_object([told]) if run.num_processes > 1 else [told]:
+    for part in run.gather_objects([told]):
         found.add(part)
     return found
 

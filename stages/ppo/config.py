@@ -1,5 +1,6 @@
 """Settings of the PPO stage. Defaults follow PPO for language models as in Stiennon et al. and InstructGPT."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, Self
 
@@ -257,6 +258,12 @@ class PPOSettings(StageSettings):
     def code(self) -> dict[str, str]:
         listed = {f"rewards.{n}": spec.function for n, spec in enumerate(self.rewards) if spec.function is not None}
         return super().code() | listed
+
+    def only_whole(self) -> Iterator[tuple[str, str]]:
+        if self.quantization:
+            yield "quantization", "leave it out: the base is spread"
+        if self.offload:
+            yield "offload", "leave it out"
 
     def result_settings(self) -> dict[str, Any]:
         given = self.rollout

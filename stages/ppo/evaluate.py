@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.rows import Prompt, prompt_text
@@ -70,7 +69,7 @@ class Evaluator:
                 mine += [0] * (most - num)
             for rows in (mine[start : start + size] for start in range(0, most, size)):
                 found += zip(rows, self._answers(policy, rows), strict=True)
-        answers = [answer for _, answer in sorted(gather_object(found[:num]), key=lambda pair: pair[0])]
+        answers = [answer for _, answer in sorted(self.run.gather_objects(found[:num]), key=lambda pair: pair[0])]
         if judge := settings.judge:
             responses = [answer.response for answer in answers]
             qualities = self.run.from_main(lambda: judge_answers(judge, self.prompts, responses))

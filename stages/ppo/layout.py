@@ -93,10 +93,6 @@ def prepare(run: Runtime[PPOSettings], roles: Roles) -> tuple[Any, ...]:
 def load_roles(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Roles:
     """The models that the settings name, in their layout. Raises RefusedError for what cannot be used."""
     settings, there = run.settings, scorers_device(run)
-    if settings.quantization:
-        run.refuse_if_sharded("ppo.quantization", "leave it out: the base is spread")
-    if settings.offload:
-        run.refuse_if_sharded("ppo.offload", "leave it out")
     roles = _on_one_base(run, tokenizer) if settings.layout == "adapters" else _apart(run, tokenizer)
     roles.reference.requires_grad_(False)
     padded = []

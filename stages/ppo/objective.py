@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.data.collate import response_mask as response_mask
+from rlhf.stages.watchdog import collective
 
 Stats = dict[str, Tensor]
 
@@ -257,5 +258,6 @@ def _token_mean(x: Tensor, mask: Tensor, num_tokens: Tensor | float | None) -> T
 
 def _sum_over_ranks(x: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(x)
+        with collective("sum"):
+            dist.all_reduce(x)
     return x

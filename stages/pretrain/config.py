@@ -1,5 +1,6 @@
 """Settings of the pretrain stage."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -208,6 +209,10 @@ class PretrainSettings(StageSettings):
         if self.model is not None:
             return {"model": self.model}
         return {} if self.tokenizer in TRAINED_TOKENIZERS else {"tokenizer": self.tokenizer}
+
+    def only_whole(self) -> Iterator[tuple[str, str]]:
+        if self.optimizer == "muon":
+            yield "optimizer: muon", "it takes whole matrices; use adamw"
 
     def result_settings(self) -> dict[str, Any]:
         """As everywhere; a tokenizer's digest stands for its path."""

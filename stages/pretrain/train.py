@@ -40,8 +40,6 @@ def train(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     settings = read_settings(folder, PretrainSettings)
     run = Runtime(settings, folder)
-    if settings.optimizer == "muon":
-        run.refuse_if_sharded("pretrain.optimizer: muon", "it takes whole matrices; use adamw")
     run.num_steps = settings.num_steps
     corpus = prepare(run)
     tokenizer, eos = corpus.tokenizer, corpus.tokenizer.eos_token_id

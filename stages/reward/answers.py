@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import SettingsError
@@ -79,7 +78,7 @@ def sample_answers(
         mine = run.shard(batch)
         run.seed(per_process=True, step=len(found))
         texts = [text.strip() for text in answer(mine)] if mine else []
-        rows = sorted(gather_object(list(zip(mine, texts, strict=True))))
+        rows = sorted(run.gather_objects(list(zip(mine, texts, strict=True))))
         run.on_main(partial(_append, path, rows), SAMPLED)
         found += rows
         run.say(f"sampled {len(found)} of {len(every)} answers", now_and_then=True)

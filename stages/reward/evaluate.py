@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
@@ -102,7 +101,7 @@ def all_scores(run: Runtime[RewardSettings], model: ScalarModel, data: list[Rank
     for rows, scores, part in scored(run, model, data, pad):
         scores, mask = scores.cpu(), part.mask.cpu()
         found += [(i, scores[place][mask[place]].tolist()) for place, i in enumerate(rows)]
-    return [scores for _, scores in sorted(gather_object(found))]
+    return [scores for _, scores in sorted(run.gather_objects(found))]
 
 
 def scores_of_others(run: Runtime[RewardSettings], data: list[Ranked]) -> Others:

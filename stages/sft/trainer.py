@@ -21,7 +21,7 @@ from rlhf.stages.checkpoints import Checkpoint
 from rlhf.stages.late import Late, decides_on_device, leave_out_if_bad
 from rlhf.stages.models import compile_layers
 from rlhf.stages.out_of_memory import doing, within_memory
-from rlhf.stages.runtime import Runtime
+from rlhf.stages.runtime import DDP, Runtime
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Passage, Reading, num_targets
 from rlhf.stages.sharding import full, gathered
@@ -37,7 +37,7 @@ class CheckpointedTrainer(SFTTrainer):
     ) -> None:
         super().__init__(**options)
         self.run, self.rows, self.batch_size, settings = run, rows, batch_size, run.settings
-        self.accelerator.ddp_handler.gradient_as_bucket_view = True  # as in Runtime, whose accelerator is another
+        self.accelerator.ddp_handler = DDP()  # its accelerator is not the run's
         decoder = self.model.get_base_model() if settings.lora else self.model
         give_losses(decoder, self)
         run.spread(self.model)

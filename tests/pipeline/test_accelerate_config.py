@@ -12,6 +12,7 @@ from rlhf.pipeline.recipe import Recipe, load_recipe, to_yaml
 
 RUN = Path("run")
 MULTI = 'distributed_type: "MULTI_GPU"\n'
+FSDP2 = "distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2, {}}}\n"
 
 
 def recipe_with(*overrides: str) -> Recipe:
@@ -120,6 +121,16 @@ def test_without_a_number_all_gpus_of_all_machines_count(world: Path) -> None:
         ("distributed_type: FSDP\nfsdp_config: 2", "fsdp_config: 2 has no parts"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_verson: 2}", "no key 'fsdp_verson'; did you mean 'fsdp_version'"),
         ("distributed_type: DEEPSPEED", "DEEPSPEED is not supported; take fsdp2, which does what ZeRO-3 does"),
+        ("distributed_type: MEGATRON_LM", "MEGATRON_LM is not supported; take MULTI_GPU (as in ddp) or FSDP (as in"),
+        ("distributed_type: XLA", "distributed_type: XLA is not supported; take MULTI_GPU"),
+        ("distributed_type: FSDP", "fsdp_config: asks for FSDP version 1, its default: set fsdp_version: 2"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}", "asks for FSDP version 1: set fsdp_version: 2"),
+        (FSDP2.format("fsdp_offload_params: true"), "fsdp_offload_params is not supported: leave it out, use more"),
+        (FSDP2.format("offload_params: 'yes'"), "fsdp_offload_params is not supported"),
+        (
+            FSDP2.format("fsdp_activation_checkpointing: true"),
+            "fsdp_activation_checkpointing is not supported: leave it out, set the stage's own gradient_checkpointing",
+        ),
         ("distributed_type: MULTI_CPU\nnum_processes: 2", "MULTI_CPU starts one process, and 2 are asked for"),
     ],
 )

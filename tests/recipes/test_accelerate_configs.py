@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,16 +12,27 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from rlhf.pipeline.accelerate_config import FSDP_KEYS, KEYS, TYPES, read_config, shipped_configs
+from rlhf.data.errors import RefusedError
+from rlhf.pipeline.accelerate_config import (
+    FSDP_KEYS,
+    KEYS,
+    TYPES,
+    config_path,
+    read_config,
+    refuse_bad_configs,
+    shipped_configs,
+)
+from rlhf.pipeline.recipe import Recipe
+from rlhf.stages import sharding
 
 NAMES = ("cpu2", "ddp", "fsdp2", "zero2")
 
 
 def launched(name: str, *words: str) -> argparse.Namespace:
-    """Accelerate's own options for a shipped config."""
+    """Accelerate's own options for a config."""
     parser = launch_command_parser()
     options = parser.parse_args(
-        ["--config_file", str(shipped_configs()[name]), *words, "--main_process_port", "0", "-m", "stage"]
+        ["--config_file", str(config_path(name)), *words, "--main_process_port", "0", "-m", "stage"]
     )
     found, _, _ = _validate_launch_command(options)
     return found  # type: ignore[no-any-return]
@@ -64,6 +76,36 @@ def test_fsdp2_is_version_2_in_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
     assert not plugin.cpu_ram_efficient_loading
     assert not plugin.activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {}, {"fsdp_version": 1}, {"fsdp_version": 2}, {"fsdp_version": "2"}, {"version": 2},
+        {"fsdp_version": 2, "fsdp_offload_params": True}, {"fsdp_version": 2, "offload_params": "no"},
+        {"fsdp_version": 2, "fsdp_activation_checkpointing": True}, {"fsdp_version": 2, "activation_checkpointing": 0},
+    ],
+)  # fmt: skip
+def test_a_config_is_refused_before_a_run_if_and_only_if_a_stage_would_refuse_it(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": asked}))
+    recipe = Recipe.load({"accelerate_config": str(path), "sft": {"data": "d.jsonl"}}, "")
+    for variable, value in prepare_multi_gpu_env(launched(str(path))).items():
+        if variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
+            monkeypatch.setenv(variable, value)
+    said = []
+    sharding.asked_for.cache_clear()
+    for refuse in (sharding.asked_for, lambda: refuse_bad_configs(recipe, ["sft"], 2, print)):
+        try:
+            refuse()
+        except RefusedError as error:
+            said.append(str(error))
+    sharding.asked_for.cache_clear()
+    assert len(said) in (0, 2)
+    refused_by_accelerates_default = asked.get("fsdp_version", asked.get("version", 1)) not in (2, "2")
+    assert bool(said) == (refused_by_accelerates_default or True in asked.values())
 
 
 def test_we_know_the_keys_that_the_installed_accelerate_knows() -> None:

@@ -84,6 +84,25 @@ def test_a_batch_that_processes_cannot_share_evenly_is_refused_as_the_stage_does
         answer(in_layout("fsdp2", 16))
 
 
+def ppo_in(layout: str | None, **fields: Any) -> Request:
+    asked = request(pretrain=PRETRAIN, sft=SFT, reward=REWARD, ppo={**PPO, **fields})
+    return replace(asked, num_processes={"ppo": 2}, layouts={"ppo": layout})
+
+
+def test_settings_that_want_whole_models_are_refused_where_models_lie_in_parts() -> None:
+    with pytest.raises(RefusedError, match=r"ppo\.offload: not with models that are spread over processes"):
+        answer(ppo_in("fsdp2", offload=True))
+    assert list(answer(ppo_in(None, offload=True))["stages"]["ppo"]["peak_gib_in"]) == ["ddp"]
+
+
+@pytest.mark.parametrize(("layout", "advised"), [("ddp", True), ("fsdp2", False)])
+def test_nothing_is_advised_that_the_stage_refuses(monkeypatch: pytest.MonkeyPatch, layout: str, advised: bool) -> None:
+    monkeypatch.setattr(estimate, "chosen", lambda _: replace(H100, gib=1e-6))
+    changes = answer(ppo_in(layout))["stages"]["ppo"]["changes"]
+    assert any("ppo.offload" in change["settings"] for change in changes) == advised
+    assert any("ppo.layout" in change["settings"] for change in changes)
+
+
 def test_the_demos_stages_can_be_told() -> None:
     rows = {"sft": {"rows": 60}, "reward": {"rows": 40, "answers": 3}}
     found = estimate.answer(Request({stage: dict(TINY[stage]) for stage in TINY}, rows, "cpu"))

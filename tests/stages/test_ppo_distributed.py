@@ -1,5 +1,6 @@
 """Two processes do what one does: the same step, the same statistics, each prompt once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from stages_world import tiny_policy
 from torch import Tensor
 
 from rlhf.data.rows import Prompt
+from rlhf.stages import watchdog
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.engines import Responses
 from rlhf.stages.engines.static import StaticEngine
@@ -42,6 +44,11 @@ STEP: dict[str, Any] = {
     "max_grad_norm": 1e9,  # clipping would hide a gradient of the wrong size
 }  # fmt: skip
 
+COLLECTIVES = [
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object", "scatter_object_list",
+    "broadcast", "broadcast_object_list", "barrier",
+]  # fmt: skip
+
 
 @dataclass
 class Found:
@@ -59,11 +66,13 @@ class Found:
     metrics: list[dict[str, Any]]
     final: dict[str, Any]
     adapters: list[dict[str, Any]]
+    waited: list[tuple[str, bool]]
+    """For the other process, in what of torch.distributed, and whether that was written down."""
 
 
 def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
     """The same eight episodes for one process or shared by two, then an evaluation and a whole stage."""
-    found = Found([], [], [], [], [], [], torch.zeros(0), [], [], [], {}, [])
+    found = Found([], [], [], [], [], [], torch.zeros(0), [], [], [], {}, [], [])
     mine = list(range(rank, 8, of))
     for number, variant in enumerate(VARIANTS):
         chosen = {**given, **STEP, **variant}
@@ -103,10 +112,13 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
 
     StaticEngine.generate = watch  # type: ignore[method-assign]
     (root / f"stage-{of}").mkdir(exist_ok=True)
-    found.final = run_ppo(
-        root / f"stage-{of}", given, num_iterations=3, eval_every=3, num_samples_per_prompt=2, save_every=1,
-        kl_target=0.1, kl_horizon=50,
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            patch.setattr(torch.distributed, name, noting(found.waited, getattr(torch.distributed, name)))
+        found.final = run_ppo(
+            root / f"stage-{of}", given, num_iterations=3, eval_every=3, num_samples_per_prompt=2, save_every=1,
+            kl_target=0.1, kl_horizon=50,
+        )  # fmt: skip
     StaticEngine.generate = sample  # type: ignore[method-assign]
     found.metrics = Artifact(root / f"stage-{of}").metrics
     small: dict[str, Any] = {"layout": "adapters", "num_iterations": 2, "save_every": 1, "ema_decay": 0.5}
@@ -116,6 +128,15 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
         (root / name).mkdir(exist_ok=True)
         found.adapters.append(run_ppo(root / name, given, **small))
     return found
+
+
+def noting(waited: list[tuple[str, bool]], collective: Callable[..., Any]) -> Callable[..., Any]:
+    def note(*arguments: Any, **options: Any) -> Any:
+        if watchdog._current is not None:
+            waited.append((collective.__name__, watchdog._current._place.waits))
+        return collective(*arguments, **options)
+
+    return note
 
 
 def end_at_the_second_row(folder: Path, given: dict[str, str], chosen: dict[str, Any]) -> None:
@@ -205,6 +226,12 @@ def test_a_stage_of_two_processes_writes_once_and_returns_the_same_figures_every
     assert both[0].final.keys() == alone.final.keys()
     assert both[0].final == both[1].final
     assert abs(both[0].metrics[0]["kl"]) < 1e-5
+
+
+def test_a_process_of_a_stage_says_wherever_it_waits_for_the_other(outcome: Outcome) -> None:
+    for found in outcome[1]:
+        assert [name for name, said in found.waited if not said] == []
+        assert {"all_reduce", "all_gather_object", "broadcast_object_list"} <= {name for name, _ in found.waited}
 
 
 def test_two_processes_resume_adapters_as_if_nothing_had_happened(outcome: Outcome) -> None:

@@ -10,6 +10,7 @@ from processes_world import in_two_processes
 from reward_world import marked, policy_folder, ranking, rankings_file, run_reward, settings
 from torch import Tensor
 
+from rlhf.data.errors import RefusedError
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import load_scalar, load_tokenizer
 from rlhf.stages.reward.batches import encode_rows
@@ -32,6 +33,8 @@ class Found:
     figures: list[dict[str, float]] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    sends_buffers: bool = False
 
 
 def act(root: Path, model: str, data: str, of: int) -> Found:
@@ -49,6 +52,7 @@ def act(root: Path, model: str, data: str, of: int) -> Found:
         head = language_head(model, tokenizer) if "lm_coef" in variant else None
         optimizer = torch.optim.SGD(scorer.parameters(), lr=0.05)
         wrapped, optimizer = run.accelerator.prepare(scorer, optimizer)
+        found.sends_buffers |= of > 1 and wrapped.will_sync_module_buffers()
         made = optimise(run, wrapped, optimizer, encoded[:8], 0, head)
         figures = {name: number.item() for name, number in made.items()}
         scorer = run.unwrap(wrapped)
@@ -64,7 +68,27 @@ def act(root: Path, model: str, data: str, of: int) -> Found:
 
 
 def process(rank: int, root: Path, model: str, data: str) -> Found:
-    return act(root, model, data, 2)
+    found = act(root, model, data, 2)
+    found.refused = [refused(root / "refused", model, str(root / f"others-{rank}.jsonl")), uneven(root, model, data)]
+    return found
+
+
+def refused(folder: Path, model: str, data: str) -> str:
+    """What a run says whose processes find unlike rows."""
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(RefusedError) as error:
+        Runtime(settings(model=model, data=data), folder)
+    return str(error.value)
+
+
+def uneven(folder: Path, model: str, data: str) -> str:
+    """The same where seven rows are all that there are for a step of eight."""
+    run = Runtime(settings(model=model, data=data), folder)
+    with pytest.raises(RefusedError) as error:
+        run.batch_size("global_batch_size", 8, 7)
+    assert run.batch_size("global_batch_size", 8, 6) == 6
+    run.close()
+    return str(error.value)
 
 
 Outcome = tuple[Found, list[Found]]
@@ -75,6 +99,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What one process found, and what each of two did."""
     root = tmp_path_factory.mktemp("distributed")
     model, data = policy_folder(root), rankings_file(root / "rows.jsonl", marked(40))
+    for rank in range(2):
+        rankings_file(root / f"others-{rank}.jsonl", marked(40, seed=rank))
     return act(root, model, data, 1), in_two_processes(root, process, root, model, data)
 
 
@@ -100,3 +126,18 @@ def test_a_stage_of_two_processes_ends_as_that_of_one(outcome: Outcome) -> None:
         assert [row["step"] for row in found.metrics] == [row["step"] for row in alone.metrics]
         for name in ("accuracy", "num_prompts", "num_eval_prompts", "score_mean", "score_std"):
             assert found.final[name] == pytest.approx(alone.final[name], rel=1e-3), name
+
+
+def test_processes_that_read_unlike_rows_are_refused(outcome: Outcome) -> None:
+    for rank, found in enumerate(outcome[1]):
+        assert found.refused[0].startswith(f"reward.data: is not the same in rank {rank} and rank {1 - rank}; ")
+
+
+def test_rows_that_are_too_few_for_a_step_and_odd_are_refused_with_a_number_that_will_do(outcome: Outcome) -> None:
+    for found in outcome[1]:
+        assert found.refused[1].startswith("reward.global_batch_size: there are 7 rows for a step of 8, which 2 proc")
+        assert found.refused[1].endswith("; set it to 6")
+
+
+def test_no_process_waits_for_another_s_buffers(outcome: Outcome) -> None:
+    assert [found.sends_buffers for found in outcome[1]] == [False, False]

@@ -102,7 +102,7 @@ def test_processes_score_each_row_once_and_all_know_all_scores(
         gathered.extend(found)
         return gathered
 
-    monkeypatch.setattr(evaluate, "gather_object", gather)
+    monkeypatch.setattr(run, "gather_objects", gather)
     monkeypatch.setattr(run, "num_processes", 2)
     for rank in (1, 0):
         monkeypatch.setattr(run, "rank", rank)

@@ -345,18 +345,20 @@ def assert_same(folder: Path, undisturbed: Path) -> None:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "reward"])
-def test_gradients_that_processes_share_are_kept_once(
+@pytest.mark.parametrize("stage", STAGES)
+def test_processes_keep_gradients_once_and_send_no_buffers(
     stage: str, chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SFT's trainer has an accelerator of its own."""
-    kept, prepare = [], Accelerator.prepare_model
+    """SFT's trainer has an accelerator of its own. Sent buffers let two processes of PPO wait for each other."""
+    asked, prepare = [], Accelerator.prepare_model
 
     def watch(accelerator: Accelerator, *arguments: Any, **named: Any) -> Any:
-        kept.append(accelerator.ddp_handler.gradient_as_bucket_view)
+        asked.append(accelerator.ddp_handler.to_kwargs())
         return prepare(accelerator, *arguments, **named)
 
     monkeypatch.setattr(Accelerator, "prepare_model", watch)
     run_stage(stage, tmp_path / stage, **inputs(stage, chain))
-    assert kept
-    assert all(kept)
+    assert asked
+    for one in asked:
+        assert one.pop("gradient_as_bucket_view") is True
+        assert list(one.values()) == [False]  # buffers, whatever torch calls it

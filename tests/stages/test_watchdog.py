@@ -1,7 +1,9 @@
 """Processes of a stage that write down where they are; who is named when one dies or hangs."""
 
+import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import rlhf.stages
 from rlhf.data.errors import Stopped
 from rlhf.stages import stopping, watchdog
 from rlhf.stages.processes import Processes
@@ -237,3 +240,28 @@ def test_a_process_waits_for_the_others_where_the_last_gradients_of_a_step_are_m
     waits = [watchdog._current._place.waits for _ in Processes(accelerator).accumulate([[0], [1], [2]], model)]
     assert waits == [False, False, True]
     assert watchdog.here() == " (rank 1 of 2, in loading after step 0, last collective gradients)"
+
+
+WAITING = re.compile(
+    r"(dist|distributed|accelerator)\.(all_|gather|reduce|broadcast|scatter|barrier|send|recv|wait_for|pad_across)"
+    r"|(gather_object|broadcast_object_list|full_tensor|unshard|clip_grad_norm_|write_together|read_together)$"
+)
+"""Calls in which a process waits for the others."""
+
+
+def unmarked(node: ast.AST) -> Iterator[int]:
+    """Lines of such calls that stand in no `with collective(…)`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.With) and any("collective(" in ast.unparse(item) for item in child.items):
+            continue
+        if isinstance(child, ast.Call) and WAITING.search(ast.unparse(child.func)):
+            yield child.lineno
+        yield from unmarked(child)
+
+
+def test_no_process_waits_for_the_others_without_saying_so() -> None:
+    """One that does would be taken for one at work, and be named in the place of the one that it waits for."""
+    root = Path(next(iter(rlhf.stages.__path__)))
+    files = {path.relative_to(root): ast.parse(path.read_text(encoding="utf-8")) for path in root.rglob("*.py")}
+    assert any(str(path) == "processes.py" for path in files)
+    assert [f"stages/{path}:{line}" for path, tree in files.items() for line in unmarked(tree)] == []

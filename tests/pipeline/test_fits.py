@@ -1,0 +1,106 @@
+"""Settings that do not go with several processes, spread models or the CPU are refused before a stage trains."""
+
+from pathlib import Path
+
+import pytest
+from pipeline_world import FakeStages
+
+from rlhf.data.errors import SettingsError
+from rlhf.pipeline import preflight, runner
+from rlhf.pipeline.fits import misfits
+from rlhf.pipeline.recipe import load_recipe
+
+RUN = Path("run")
+TWO = "num_processes=2"
+SPREAD = ("accelerate_config=fsdp2", TWO)
+AHEAD = "ppo.rollout={engine: vllm, server_url: 'http://127.0.0.1:1', one_step_off: true}"
+SECOND = "ppo.placement=second_gpu"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many are seen; its last number counts."""
+    seen = [8]
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: seen[-1])
+    return seen
+
+
+def refused(*overrides: str) -> str:
+    """Why a run is refused, which leaves nothing behind."""
+    with pytest.raises(SettingsError) as error:
+        runner.run(load_recipe("recipe.yaml", overrides), RUN, None, lambda _: None)
+    assert not RUN.exists()
+    return str(error.value)
+
+
+def problems(stage: str, gpus: int, *overrides: str) -> list[str]:
+    recipe = load_recipe("recipe.yaml", overrides)
+    settings = recipe.section(stage)
+    assert settings is not None
+    return list(misfits(settings, recipe, gpus))
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "reward", "ppo"])
+def test_auto_microbatch_is_for_one_process(world: Path, stages: FakeStages, gpus: list[int], stage: str) -> None:
+    said = refused(TWO, f"{stage}.auto_microbatch=true")
+    assert said.startswith(f"{stage}.auto_microbatch: works with one process, there are 2: ")
+    assert said.endswith(f"set {stage}.microbatch_size instead")
+    assert stages.trained == []
+    assert problems(stage, 8, "num_processes=1", f"{stage}.auto_microbatch=true") == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "message"),
+    [
+        ("pretrain", ("pretrain.precision=fp16",), "pretrain.precision: fp16 is not supported for sharded models; use"),
+        ("reward", ("reward.precision=fp16",), "reward.precision: fp16 is not supported for sharded models"),
+        ("pretrain", ("pretrain.optimizer=muon",), "pretrain.optimizer: muon: not with models that are spread over"),
+        ("ppo", ("ppo.offload=true",), "ppo.offload: not with models that are spread over processes (FSDP): leave it"),
+        ("ppo", ("ppo.layout=adapters", "ppo.quantization=8bit"), "ppo.quantization: not with models that are spread"),
+    ],
+)
+def test_what_does_not_go_with_spread_models(
+    world: Path, stages: FakeStages, gpus: list[int], stage: str, overrides: tuple[str, ...], message: str
+) -> None:
+    assert refused(*SPREAD, *overrides).startswith(message)
+    assert stages.trained == []
+    assert problems(stage, 8, *overrides, "accelerate_config=ddp", TWO) == []  # each has the whole of them
+    assert problems(stage, 8, *overrides, "accelerate_config=fsdp2", "num_processes=1") == []
+
+
+def test_a_precision_that_the_cpu_does_not_have(world: Path, stages: FakeStages, gpus: list[int]) -> None:
+    cpu = "accelerate_config=cpu2"
+    said = "sft.precision: fp16 needs a GPU, and the stage is on the CPU; use auto or fp32"
+    assert refused(cpu, "sft.precision=fp16") == said
+    assert stages.trained == []
+    assert problems("sft", 8, cpu, "sft.precision=bf16") == []  # by the config alone, and torch does it
+    assert problems("sft", 8, TWO, "sft.precision=fp16") == []
+    gpus.append(0)
+    for overrides in ((cpu,), (TWO,), ("accelerate_config=ddp", TWO)):
+        assert refused(*overrides, "sft.precision=bf16").startswith("sft.precision: bf16 needs a GPU")
+    assert problems("sft", 0, "sft.precision=fp16") == []  # the stage looks for a GPU itself
+
+
+def test_a_second_gpu_for_each_process_has_to_be_there(world: Path, stages: FakeStages, gpus: list[int]) -> None:
+    said = "ppo.placement: second_gpu takes two GPUs for each process, 16 for the 8 on this machine, and 8 are seen; "
+    assert refused(SECOND, "num_processes={pretrain: 1, sft: 1, reward: 1}").startswith(said)  # 8, if nothing is said
+    assert stages.trained == []
+    assert problems("ppo", 8, SECOND, "num_processes=4") == []
+    assert "and 0 are seen" in problems("ppo", 8, SECOND, "accelerate_config=cpu2")[0]
+    Path("mine.yaml").write_text(
+        "distributed_type: MULTI_GPU\nnum_machines: 2\nmain_process_ip: a\nmain_process_port: 1\nnum_processes: 8\n"
+    )
+    assert problems("ppo", 8, SECOND, "accelerate_config=mine.yaml") == []  # four on each machine
+
+
+def test_a_server_samples_ahead_for_one_process(world: Path, stages: FakeStages, gpus: list[int]) -> None:
+    said = refused(TWO, AHEAD)
+    assert said.startswith("ppo.rollout.one_step_off: with engine vllm it works with one process, there are 2, which")
+    assert stages.trained == []
+    assert problems("ppo", 8, "num_processes=1", AHEAD) == []
+
+
+def test_blocks_of_raw_text_are_shared_evenly_too(world: Path, stages: FakeStages, gpus: list[int]) -> None:
+    said = "ppo.ptx_batch_size: 3 cannot be shared evenly by 2 processes; use a multiple"
+    assert refused(TWO, "ppo.ptx_coef=1", "ppo.ptx_data=text.jsonl", "ppo.ptx_batch_size=3") == said
+    assert stages.trained == []
