@@ -193,7 +193,8 @@ def make_world(folder: Path, size: str) -> None:
 
 
 def build(folder: Path, size: str) -> None:
-    """The reward model once whole, and once as an adapter of the policy's start, which `layout: adapters` takes."""
+    """The reward model once whole, and once as an adapter of the policy's start, which `layout: adapters` takes; or the
+    one of both that the size names."""
     import torch
 
     from rlhf.stages import adapters
@@ -206,6 +207,8 @@ def build(folder: Path, size: str) -> None:
         folder, given["shape"], 2 * given["prompts"], given["prompt_tokens"], given.get("mean_length"),
         half=given.get("half", False), whole_reward=given.get("reward") != "adapter",
     )  # fmt: skip
+    if given.get("reward") == "whole":
+        return
     base = load_policy(str(folder / "policy"), load_tokenizer(str(folder / "policy")), torch.bfloat16)
     classifier = adapters.classifier_on(base)
     adapters.add_lora(classifier, LoraSettings())

@@ -44,7 +44,7 @@ SIZES["7b"] = {
         "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
         "num_attention_heads": 32, "max_position_embeddings": 1024,
     },
-    "prompts": 16, "prompt_tokens": 128, "new_tokens": 256, "microbatch": 4, "half": True,
+    "prompts": 16, "prompt_tokens": 128, "new_tokens": 256, "microbatch": 4, "half": True, "reward": "whole",
 }  # fmt: skip
 SIZES["tiny"] = {
     "shape": {**LLAMA3, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
