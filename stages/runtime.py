@@ -139,6 +139,13 @@ class Runtime(Processes, Generic[AnyStage]):
         yield
         self._tokens_since += time.monotonic() - began
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, before training, all processes get on with pieces of work, and one that hangs is told."""
+        self.stopping.watched = True
+        yield
+        self.stopping.watched = False
+
     def log(self, step: int, metrics: dict[str, float], force: bool = False) -> None:
         """Write a row of metrics.jsonl every `log_every` steps (or now), to the trackers too; show the progress.
 

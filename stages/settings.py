@@ -153,8 +153,8 @@ class StageSettings(Settings):
     """Seconds after a signal (SIGTERM, SIGINT, SIGUSR1) until the stage is gone, its state saved if the step under way
     ends in time."""
     stop_hung_after: float = Field(3600.0, gt=0)
-    """Seconds in which none of several processes begins or ends anything in training, until they end themselves and say
-    which one hangs; more than the longest save, evaluation or rollout takes. Before the first step nobody looks;
+    """Seconds in which none of several processes begins or ends anything, until they end themselves and say which one
+    hangs; more than the longest save, evaluation or rollout takes. While data and models are loaded nobody looks;
     torch's own limit of six hours holds there."""
     attempt: int = Field(0, ge=0)
     """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""

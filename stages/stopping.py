@@ -70,6 +70,8 @@ class Stopping:
         """Exit code that goes with the signal that came."""
         self.training = False
         """Whether there is a training state, which is worth some time."""
+        self.watched = False
+        """Whether one of several processes that hangs is told before that too."""
         self._saves = 0
         self._since: float | None = None
         self._before: dict[int, Any] = {}
@@ -173,7 +175,7 @@ class Stopping:
             if not select.select([heard], [], [], None if left == math.inf else left)[0]:
                 if monotonic() >= due:
                     self._end()
-                if self.watchdog is not None and (standstill := self.watchdog.look(self.training)):
+                if self.watchdog is not None and (standstill := self.watchdog.look(self.training or self.watched)):
                     self._end_standstill(standstill)
                 continue
             byte = os.read(heard, 1)

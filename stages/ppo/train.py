@@ -82,7 +82,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     run.in_memory = described(memory(roles, settings, batch_size // run.num_processes))
     run.say(f"layout {settings.layout}; {run.in_memory}")
     run.seed(per_process=True)
-    selection = Selection(run, tokenizer, sft=evaluator(roles.policy))  # which has learned nothing yet
+    with run.watched():
+        selection = Selection(run, tokenizer, sft=evaluator(roles.policy))  # which has learned nothing yet
     work = Work(run, roles)
     health = Health(batch_size, settings.max_new_tokens, settings.critic_warmup_iterations)
     run.state["kl_coef"] = settings.kl_coef

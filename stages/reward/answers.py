@@ -77,9 +77,10 @@ def sample_answers(
         batch = every[len(found) : len(found) + AT_ONCE * run.num_processes]
         mine = run.shard(batch)
         run.seed(per_process=True, step=len(found))
-        texts = [text.strip() for text in answer(mine)] if mine else []
-        rows = sorted(run.gather_objects(list(zip(mine, texts, strict=True))))
-        run.on_main(partial(_append, path, rows), SAMPLED)
+        with run.watched():
+            texts = [text.strip() for text in answer(mine)] if mine else []
+            rows = sorted(run.gather_objects(list(zip(mine, texts, strict=True))))
+            run.on_main(partial(_append, path, rows), SAMPLED)
         found += rows
         run.say(f"sampled {len(found)} of {len(every)} answers", now_and_then=True)
     run.say(f"sampled {len(every)} answers to {len(prompts)} prompts")

@@ -141,6 +141,21 @@ def test_rollout_statistics_are_true_means(given: Given, tmp_path: Path, monkeyp
 # --- states
 
 
+def test_a_process_that_hangs_in_an_evaluation_is_told_in_the_first_one_too(
+    given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, evaluate = [], Evaluator.__call__
+
+    def watch(self: Evaluator, *more: Any) -> Any:
+        told.append(self.run.stopping.watched or self.run.stopping.training)
+        return evaluate(self, *more)
+
+    monkeypatch.setattr(Evaluator, "__call__", watch)
+    run_ppo(tmp_path, given)
+    assert len(told) > 1
+    assert all(told)
+
+
 def test_reference_and_reward_model_are_the_same_after_the_run_and_never_had_a_gradient(
     given: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,24 @@ def test_answers_that_were_sampled_before_a_server_failed_are_kept(
         assert len(server.asked) == 4
 
 
+def test_a_process_that_hangs_while_answers_are_sampled_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_folder(tmp_path / "policy", tiny_policy(), byte_tokenizer())
+    run = new_run(tmp_path / "run", **JUDGED, model=str(tmp_path / "policy"))
+    watched = []
+
+    def answer(numbers: list[int]) -> list[str]:
+        watched.append(run.stopping.watched)
+        return ["a"] * len(numbers)
+
+    monkeypatch.setattr(answers, "_from_backbone", lambda *_: answer)
+    sample_answers(run, byte_tokenizer(), [[{"role": "user", "content": "a"}]])
+    run.close()
+    assert watched == [True]
+    assert not run.stopping.watched  # a judge of all answers may take as long as it likes
+
+
 def test_a_resumed_stage_samples_as_one_that_was_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "AT_ONCE", 2)
     save_folder(tmp_path / "policy", tiny_policy(), byte_tokenizer())
