@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -199,18 +200,21 @@ def _told_by(folder: Path) -> dict[str, Any]:
 
 
 def _seconds_left(folder: Path, told: dict[str, Any]) -> float | None:
-    """What the steps that a training stage has before it would take, as long each as those behind it did on average;
-    None before it has written a row of metrics, and where that is damaged."""
+    """What the steps that a training stage has before it would take, as long each as those behind it did on average,
+    less the time since its last row of metrics. None before the first, where one is damaged, and where that time is
+    over: it may hang."""
     if told.get("state") != "running" or not told.get("steps"):
         return None
     seconds, step = 0.0, 0
+    path = folder / "metrics.jsonl"
     try:
-        for line in (folder / "metrics.jsonl").read_bytes().splitlines():
+        since = time.time() - path.stat().st_mtime
+        for line in path.read_bytes().splitlines():
             row = from_json(line)
             num_steps = max(row["step"] - step, 1)  # since the row before; an evaluation has a row of its own
             seconds += num_steps * sum(row.get(f"seconds_{phase}", 0.0) for phase in PHASES)
             step = row["step"]
-        left = seconds / step * (told["steps"] - step)
+        left = seconds / step * (told["steps"] - step) - max(since, 0.0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return None
     return round(left, 1) if 0 < left < MOST_SECONDS else None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,7 @@ def test_status_tells_how_long_a_running_stage_has_still_to_go(
         for state in ("running", "stopped"):
             (folder / "status.json").write_text(json.dumps({"state": state, "step": 12, "steps": 30}))
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.utime(folder / "metrics.jsonl", (time.time() + 1000,) * 2)  # of a clock that is ahead
             seen.append(run_status(RUN)["sft"]["seconds_left"])
             seen.append(rlhf("status", str(RUN))[1].splitlines()[2].rstrip())
 
@@ -317,6 +319,24 @@ def test_status_tells_how_long_a_running_stage_has_still_to_go(
     assert seen[1].endswith(f"  {told}")
     assert (seen[2], seen[3].endswith("  step 12 of 30")) == (None, True)
     assert "seconds_left" not in run_status(RUN)["sft"]
+
+
+def test_a_stage_that_has_written_nothing_for_longer_than_it_had_to_go_is_given_no_time(
+    world: Path, stages: FakeStages
+) -> None:
+    seen = []
+
+    def look(folder: Path) -> None:
+        (folder / "status.json").write_text(json.dumps({"state": "running", "step": 10, "steps": 20}))
+        (folder / "metrics.jsonl").write_text('{"step": 10, "seconds_update": 10.0}\n')  # 100 s left
+        for silent in (60, 101):
+            os.utime(folder / "metrics.jsonl", (time.time() - silent,) * 2)
+            seen.append(run_status(RUN)["sft"]["seconds_left"])
+
+    stages.in_stage["sft"] = look
+    run()
+    assert 30 < seen[0] <= 40
+    assert seen[1] is None
 
 
 def test_a_report_that_cannot_be_drawn_does_not_lose_the_run(
