@@ -47,10 +47,9 @@ _CURES = {
 def of_file(error: OSError) -> str:
     """What the system says of a file, of which, and what would work; of what is no file's, its kind and text."""
     is_missing = error.errno == errno.ENOENT
-    here_is_missing = is_missing and not _is_somewhere()
-    if error.filename is None and (error.errno not in _CURES or (is_missing and not here_is_missing)):
+    if error.filename is None and (error.errno not in _CURES or (is_missing and _is_somewhere())):
         return named_error(error)  # such as a connection's
-    name = str(error.filename or ("the folder that you are in" if here_is_missing else "standard output, or a file"))
+    name = str(error.filename or ("the folder that you are in" if is_missing else "standard output, or a file"))
     shown = name if len(name) <= 200 else f"{name[:100]} … {name[-100:]}"
     cure = _CURES.get(error.errno or 0)
     return f"{shown}: {error.strerror or error}" + (f"; {cure}" if cure else "")

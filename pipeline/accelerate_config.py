@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.recipe import Recipe, read_yaml, resolved
-from rlhf.stages.settings import nearest
+from rlhf.stages.settings import NOT_IN_FSDP, nearest
 
 KEYS = (
     "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank",
@@ -147,10 +147,7 @@ def _wrong_fsdp(section: Any) -> Iterator[str]:
     if asked.get("version") != "2":
         version = asked.get("version", "1, its default")
         yield f"fsdp_config: asks for FSDP version {version}: set fsdp_version: 2"
-    for name, cure in (
-        ("offload_params", "use more processes"),
-        ("activation_checkpointing", "set the stage's own gradient_checkpointing"),
-    ):
+    for name, cure in NOT_IN_FSDP:
         if asked.get(name) in ("true", "1", "yes"):
             yield f"fsdp_config: fsdp_{name} is not supported: leave it out, {cure}"
 

@@ -62,7 +62,7 @@ def _rlhf(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    if context.invoked_subcommand is None:  # --debug is read by main, which shows the errors
+    if context.invoked_subcommand is None:  # --debug is read by carry_out, which shows the errors
         from rlhf.pipeline.welcome import welcome
 
         print(welcome(Path()))

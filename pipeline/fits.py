@@ -10,7 +10,7 @@ from rlhf.pipeline.recipe import Recipe
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.reward.config import RewardSettings
-from rlhf.stages.settings import StageSettings
+from rlhf.stages.settings import StageSettings, why_uneven
 from rlhf.stages.sft.config import SFTSettings
 
 
@@ -45,7 +45,7 @@ def _too_many(settings: PPOSettings, processes: int, here: int, gpus: int) -> It
 
 
 def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:
-    """Batches that the processes cannot share, in the words of the stages."""
+    """Batches that the processes cannot share."""
     batches: dict[str, int] = {}
     if isinstance(settings, PPOSettings):
         batches["rollout_batch_size / num_minibatches"] = settings.rollout_batch_size // settings.num_minibatches
@@ -57,5 +57,5 @@ def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:
     elif isinstance(settings, PretrainSettings | SFTSettings | RewardSettings):
         batches["global_batch_size"] = settings.global_batch_size
     for name, size in batches.items():
-        if size % processes:
-            yield f"{settings.stage}.{name}: {size} cannot be shared evenly by {processes} processes; use a multiple"
+        if problem := why_uneven(f"{settings.stage}.{name}", size, processes):
+            yield problem

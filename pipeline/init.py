@@ -19,7 +19,7 @@ from rlhf.pipeline.recipe_text import EVAL_SHARE, Chosen, recipe_text, sections
 from rlhf.pipeline.schema import as_text
 from rlhf.pipeline.text_files import are_prompts, as_one, is_long, long_text
 from rlhf.stages.artifact import STAGES
-from rlhf.stages.disk import replace_text
+from rlhf.stages.disk import refuse_no_room_beside, replace_text
 
 SCHEMA = ".rlhf.schema.json"
 """What a recipe that was written here is completed and checked by in an editor; it lies beside it."""
@@ -95,12 +95,7 @@ def init(
         raise SettingsError(f"{name}: is a folder; say first what to call the recipe: {again}")
     if os.path.lexists(recipe):
         raise SettingsError(f"{recipe}: is there already, and is not written over; choose another name")
-    if not recipe.absolute().parent.is_dir():
-        raise SettingsError(f"{recipe}: there is no folder {recipe.parent}; make it first")
-    if not os.access(recipe.absolute().parent, os.W_OK | os.X_OK):
-        raise SettingsError(
-            f"{recipe}: {recipe.absolute().parent} cannot be written to; change its mode, or name another place"
-        )
+    refuse_no_room_beside(recipe)
     for path in paths:
         kind_of(Source(path=path))
     read, not_read = (paths, []) if paths else _lying_here()

@@ -87,9 +87,7 @@ def command(stage: str, folder: Path, recipe: Recipe) -> tuple[list[str], dict[s
         words += ["--num_processes", str(number)]
         if number > 1:
             words.append("--multi_gpu")
-    if on_cpu(
-        recipe, stage, gpus
-    ):  # `accelerate launch --cpu` would start one process; this makes a gloo group of several
+    if on_cpu(recipe, stage, gpus):  # `launch --cpu` would start one process; this makes a gloo group of several
         environment["ACCELERATE_USE_CPU"] = "true"
     environment[NUM_PROCESSES] = str(number)
     if config.get("main_process_port") is None and config.get("num_machines") in (None, 1):

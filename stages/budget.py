@@ -22,7 +22,7 @@ from rlhf.data.errors import RefusedError
 from rlhf.stages.footprint import ATTENTION
 from rlhf.stages.models import ScalarModel
 from rlhf.stages.profile import Cost, cost_of
-from rlhf.stages.settings import LoraSettings
+from rlhf.stages.settings import LoraSettings, why_uneven
 from rlhf.stages.sharding import local
 
 GIB = 2**30
@@ -87,10 +87,8 @@ class Case:
 
     def share(self, name: str, size: int) -> int:
         """A process's part of a global batch. Raises RefusedError, as a stage does, where it is uneven."""
-        if size % self.num_processes:
-            raise RefusedError(
-                f"{name}: {size} cannot be shared evenly by {self.num_processes} processes; use a multiple"
-            )
+        if problem := why_uneven(name, size, self.num_processes):
+            raise RefusedError(problem)
         return size // self.num_processes
 
 

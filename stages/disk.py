@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from rlhf.data.errors import SettingsError
+
 
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
@@ -42,6 +44,15 @@ def replace_text(path: Path, text: str, sync: bool = True) -> None:
         raise
     if sync:
         sync_path(path.parent)
+
+
+def refuse_no_room_beside(path: Path) -> None:
+    """Refuse a place for something new whose folder is not there, or cannot be written to."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise SettingsError(f"{path}: there is no folder {path.parent}; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SettingsError(f"{path}: {folder} cannot be written to; change its mode, or name another place")
 
 
 def copy_folder(source: Path, folder: Path) -> None:

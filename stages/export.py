@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from rlhf.data.errors import RefusedError, SettingsError, first_line, of_file
 from rlhf.stages import adapters, decoder
 from rlhf.stages.arguments import Arguments
-from rlhf.stages.disk import replace_text, swap_folder
+from rlhf.stages.disk import refuse_no_room_beside, replace_text, swap_folder
 from rlhf.stages.model_card import base_of, card, is_hub_id, past
 from rlhf.stages.models import (
     ScalarModel,
@@ -124,12 +123,7 @@ def is_reward_model(reference: str) -> bool:
 def _refuse_full(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingsError(f"{out}: is there already, and is not written over; choose another folder")
-    if not out.absolute().parent.is_dir():
-        raise SettingsError(f"{out}: there is no folder {out.parent}; make it first")
-    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        raise SettingsError(
-            f"{out}: {out.absolute().parent} cannot be written to; change its mode, or name another place"
-        )
+    refuse_no_room_beside(out)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rlhf.data.errors import RefusedError, first_line
+from rlhf.data.errors import first_line
 from rlhf.stages import logs, watchdog
 
 if TYPE_CHECKING:
@@ -67,10 +67,8 @@ _now = _Now()
 
 
 def begin(run: "Runtime[Any]") -> None:
-    """A stage begins: it loads its data and models. Refuses `auto_microbatch` with several processes."""
+    """A stage begins: it loads its data and models."""
     _now.phase, _now.shape, _now.run = "loading", (), run
-    if problem := run.settings.why_alone(run.num_processes):
-        raise RefusedError(problem)
 
 
 def doing(phase: str, ids: torch.Tensor | None = None) -> None:

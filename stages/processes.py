@@ -1,5 +1,6 @@
 """The processes of a stage: how many there are, which one this is, and what they do together."""
 
+import inspect
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -8,15 +9,34 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    broadcast_object_list,
+    gather_object,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages import sharding
+from rlhf.stages.settings import StageSettings
 from rlhf.stages.sharding import Rows
 from rlhf.stages.watchdog import collective
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+class DDP(DistributedDataParallelKwargs):
+    """How Accelerate wraps models in DDP: gradients are not kept once more for their way to the others, and buffers,
+    which decoders never change, stay where they are. They would be sent at the first microbatch of a step: processes
+    that read two models in unlike numbers of microbatches would send in unlike orders, and wait for each other."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Arguments of torch's wrapper; one of them has another name since torch 2.13."""
+        known = inspect.signature(DistributedDataParallel).parameters
+        no_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return {"gradient_as_bucket_view": True, no_buffers: False}
 
 
 class Processes:
@@ -125,9 +145,9 @@ class Processes:
         here = (socket.gethostname(), os.getpid())
         return [pid for host, pid in self.gather_objects([here]) if host == here[0] and pid != here[1]]
 
-    def check(self, stage: str) -> None:
+    def check(self, settings: StageSettings) -> None:
         """Refuse what a stage cannot work with, and processes that do not see each other."""
-        kind = self.accelerator.distributed_type
+        stage, kind = settings.stage, self.accelerator.distributed_type
         if kind == DistributedType.DEEPSPEED:
             raise RefusedError(
                 f"{stage}: the accelerate config asks for DEEPSPEED, which is not supported; use distributed_type FSDP "
@@ -149,3 +169,18 @@ class Processes:
                 f"{self.accelerator.num_processes}: each would train alone and all would write; on CPUs set "
                 "ACCELERATE_USE_CPU=true and pass --multi_gpu"
             )
+        of_parts = () if self.sharding is None else settings.why_not_spread()
+        for problem in (settings.why_alone(self.num_processes), *of_parts):
+            if problem:
+                raise RefusedError(problem)
+
+    def refuse_unlike(self, stage: str, digests: dict[str, str]) -> None:
+        """Refuse processes that found other contents under a name of `digests`: they would train on a mixture, or wait
+        for each other for ever."""
+        for rank, others in enumerate(self.gather_objects([digests])):
+            if unlike := [name for name, digest in digests.items() if others.get(name) != digest]:
+                raise RefusedError(
+                    f"{stage}.{unlike[0]}: is not the same in rank {self.rank} and rank {rank}; leave its files as "
+                    "they are while processes start, and let a function give the same rows in the same order in each "
+                    "of them (that of a set differs)"
+                )

@@ -4,7 +4,6 @@ Only the main process writes and talks; every process reaches every barrier.
 """
 
 import hashlib
-import inspect
 import logging
 import os
 import shutil
@@ -19,8 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
-from torch.nn.parallel import DistributedDataParallel
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
@@ -37,24 +35,12 @@ from rlhf.stages.checkpoints import (
     swap_in,
 )
 from rlhf.stages.precision import choose_precision, use_precision
-from rlhf.stages.processes import Processes
-from rlhf.stages.settings import AnyStage
+from rlhf.stages.processes import DDP, Processes
+from rlhf.stages.settings import AnyStage, why_uneven
 
 T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """How long processes wait for one that is at work: it may be making tokens of a large text, or judging answers."""
-
-
-class DDP(DistributedDataParallelKwargs):
-    """How Accelerate wraps models in DDP: gradients are not kept once more for their way to the others, and buffers,
-    which decoders never change, stay where they are. They would be sent at the first microbatch of a step: processes
-    that read two models in unlike numbers of microbatches would send in unlike orders, and wait for each other."""
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Arguments of torch's wrapper; one of them has another name since torch 2.13."""
-        known = inspect.signature(DistributedDataParallel).parameters
-        no_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        return {"gradient_as_bucket_view": True, no_buffers: False}
 
 
 class Runtime(Processes, Generic[AnyStage]):
@@ -79,10 +65,8 @@ class Runtime(Processes, Generic[AnyStage]):
         )
         accelerator.ddp_handler = DDP()
         super().__init__(accelerator)
-        self.check(settings.stage)
-        if self.sharding is not None and (problem := next(settings.why_not_spread(), None)):
-            raise RefusedError(problem)
-        self._refuse_unlike_processes()
+        self.check(settings)
+        self.refuse_unlike(settings.stage, self.identity.inputs | self.identity.data)
         self.precision = use_precision(settings.precision, self.accelerator.mixed_precision)
         self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         self.flops_per_token = 0.0
@@ -110,17 +94,6 @@ class Runtime(Processes, Generic[AnyStage]):
         self.stopping.start()
         self.seed()
         out_of_memory.begin(self)
-
-    def _refuse_unlike_processes(self) -> None:
-        """Processes that do not read the same rows would train on a mixture, or wait for each other for ever."""
-        mine = self.identity.inputs | self.identity.data
-        for rank, its in enumerate(self.gather_objects([mine])):
-            if unlike := [name for name, digest in mine.items() if its.get(name) != digest]:
-                raise RefusedError(
-                    f"{self.settings.stage}.{unlike[0]}: is not the same in rank {self.rank} and rank {rank}; leave "
-                    "its files as they are while processes start, and let a function give the same rows in the same "
-                    "order in each of them (that of a set differs)"
-                )
 
     # -- talking ------------------------------------------------------------------------------------------
 
@@ -223,10 +196,8 @@ class Runtime(Processes, Generic[AnyStage]):
     def batch_size(self, name: str, size: int, num_rows: int) -> int:
         """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly."""
         number = self.num_processes
-        if size % number:
-            raise RefusedError(
-                f"{self.settings.stage}.{name}: {size} cannot be shared evenly by {number} processes; use a multiple"
-            )
+        if problem := why_uneven(f"{self.settings.stage}.{name}", size, number):
+            raise RefusedError(problem)
         if num_rows < size:
             if num_rows % number:
                 even = num_rows - num_rows % number

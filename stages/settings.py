@@ -219,6 +219,20 @@ class StageSettings(Settings):
 
 
 AnyStage = TypeVar("AnyStage", bound=StageSettings)
+NOT_IN_FSDP = (
+    ("offload_params", "use more processes"),
+    ("activation_checkpointing", "set the stage's own gradient_checkpointing"),
+)
+"""Fields of an accelerate config's fsdp_config that ask for what is not done here, and what to do instead."""
+
+
+def why_uneven(name: str, size: int, num_processes: int) -> str | None:
+    """Why so many processes cannot have equal shares of a batch; None where they can."""
+    if not size % num_processes:
+        return None
+    return f"{name}: {size} cannot be shared evenly by {num_processes} processes; use a multiple"
+
+
 NUM_LISTED = 20
 """Names that an error lists; nobody reads more."""
 

@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages.engines import Engine, Responses
+from rlhf.stages.settings import NOT_IN_FSDP
 from rlhf.stages.watchdog import collective
 
 
@@ -48,10 +49,7 @@ def asked_for() -> Sharding | None:
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise RefusedError(f"the accelerate config asks for FSDP version {version}: set fsdp_version: 2 in fsdp_config")
-    for name, cure in (
-        ("offload_params", "use more processes"),
-        ("activation_checkpointing", "set the stage's own gradient_checkpointing"),
-    ):
+    for name, cure in NOT_IN_FSDP:
         if _is_true(f"FSDP_{name.upper()}"):
             raise RefusedError(f"fsdp_{name} in the accelerate config is not supported: leave it out, {cure}")
     del os.environ["ACCELERATE_USE_FSDP"]

@@ -21,7 +21,8 @@ from rlhf.stages.checkpoints import Checkpoint
 from rlhf.stages.late import Late, decides_on_device, leave_out_if_bad
 from rlhf.stages.models import compile_layers
 from rlhf.stages.out_of_memory import doing, within_memory
-from rlhf.stages.runtime import DDP, Runtime
+from rlhf.stages.processes import DDP
+from rlhf.stages.runtime import Runtime
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Passage, Reading, num_targets
 from rlhf.stages.sharding import full, gathered

@@ -15,7 +15,7 @@ from stages_world import TINY, inputs, run_stage, without_clock
 from test_train import Killed, at_step
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages import entry, microbatches, out_of_memory
+from rlhf.stages import entry, microbatches
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.out_of_memory import OutOfMemory, at_once, is_out_of_memory, within_memory
@@ -356,9 +356,3 @@ def test_gradients_of_the_pass_that_failed_are_dropped() -> None:
     assert [grad for grad, _ in seen] == [None, None]
     assert seen[0][1] == seen[1][1]
     assert run.state == {"microbatch_size": 3}
-
-
-def test_several_processes_refuse_it_at_the_start() -> None:
-    run: Any = SimpleNamespace(settings=settings(data="x", auto_microbatch=True), num_processes=2)
-    with pytest.raises(RefusedError, match=r"reward\.auto_microbatch: works with one process, there are 2"):
-        out_of_memory.begin(run)

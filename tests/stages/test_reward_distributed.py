@@ -69,15 +69,19 @@ def act(root: Path, model: str, data: str, of: int) -> Found:
 
 def process(rank: int, root: Path, model: str, data: str) -> Found:
     found = act(root, model, data, 2)
-    found.refused = [refused(root / "refused", model, str(root / f"others-{rank}.jsonl")), uneven(root, model, data)]
+    found.refused = [
+        refused(root / "refused", model=model, data=str(root / f"others-{rank}.jsonl")),
+        uneven(root, model, data),
+        refused(root / "refused", model=model, data=data, auto_microbatch=True),
+    ]
     return found
 
 
-def refused(folder: Path, model: str, data: str) -> str:
-    """What a run says whose processes find unlike rows."""
+def refused(folder: Path, **fields: Any) -> str:
+    """What a run says that cannot begin."""
     folder.mkdir(exist_ok=True)
     with pytest.raises(RefusedError) as error:
-        Runtime(settings(model=model, data=data), folder)
+        Runtime(settings(**fields), folder)
     return str(error.value)
 
 
@@ -131,6 +135,11 @@ def test_a_stage_of_two_processes_ends_as_that_of_one(outcome: Outcome) -> None:
 def test_processes_that_read_unlike_rows_are_refused(outcome: Outcome) -> None:
     for rank, found in enumerate(outcome[1]):
         assert found.refused[0].startswith(f"reward.data: is not the same in rank {rank} and rank {1 - rank}; ")
+
+
+def test_several_processes_are_refused_where_one_would_leave_the_others_waiting(outcome: Outcome) -> None:
+    for found in outcome[1]:
+        assert found.refused[2].startswith("reward.auto_microbatch: works with one process, there are 2")
 
 
 def test_rows_that_are_too_few_for_a_step_and_odd_are_refused_with_a_number_that_will_do(outcome: Outcome) -> None:
