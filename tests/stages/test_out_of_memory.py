@@ -15,7 +15,7 @@ from stages_world import TINY, inputs, run_stage, without_clock
 from test_train import Killed, at_step
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages import entry, microbatches
+from rlhf.stages import entry, lora_layers, microbatches
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.out_of_memory import OutOfMemory, at_once, is_out_of_memory, within_memory
@@ -337,7 +337,7 @@ def test_sft_makes_the_step_that_did_not_fit_again_in_smaller_pieces(
     assert [row["step"] for row in rows(tmp_path / "sft") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-def test_gradients_of_the_pass_that_failed_are_dropped() -> None:
+def test_what_the_pass_that_failed_has_made_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = torch.nn.Linear(1, 1), []
     said: list[str] = []
     run: Any = SimpleNamespace(
@@ -352,7 +352,10 @@ def test_gradients_of_the_pass_that_failed_are_dropped() -> None:
             raise torch.OutOfMemoryError
         return 1.0
 
+    let_go: list[Any] = []
+    monkeypatch.setattr(lora_layers, "forget", let_go.append)
     assert within_memory(run, 6, make, model) == 1.0
+    assert let_go == [model]
     assert [grad for grad, _ in seen] == [None, None]
     assert seen[0][1] == seen[1][1]
     assert run.state == {"microbatch_size": 3}

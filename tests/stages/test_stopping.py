@@ -230,3 +230,26 @@ def test_the_time_is_set_once_for_all_stages_and_changes_no_key(tmp_path: Path) 
     assert "stop_within" not in SFTSettings(data="d.jsonl").result_settings()
     with pytest.raises(SettingsError, match="stop_within"):
         load_recipe(str(recipe), ["stop_within=0"])
+
+
+def test_a_stage_that_asks_for_it_is_watched_before_it_trains(tmp_path: Path) -> None:
+    looked = threading.Event()
+
+    class Dog:
+        interval = 0.01
+
+        def start(self) -> None:
+            pass
+
+        def look(self, training: bool) -> None:
+            if training:
+                looked.set()
+
+    dog: Any = Dog()
+    ours = Stopping(tmp_path, 30, print, lambda *_: None, [], dog)
+    ours.start()
+    try:
+        ours.watched = True
+        assert looked.wait(10)
+    finally:
+        ours.close()
