@@ -11,7 +11,7 @@ answers end after some 20 tokens; all others never end. There both sides at last
 log-probabilities that TRL's update saw are compared with ours of the same tokens.
 
 Memory is the GPU's peak as torch counts it; on a CPU the process's peak resident set, less what it held before the
-models were loaded.
+models were loaded. `planned` is what `rlhf estimate` says of it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from worlds import build_world
+from worlds import build_world, planned
 
 LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 1024, "num_attention_heads": 32, "num_key_value_heads": 8}
 EPISODES = {"prompts": 64, "prompt_tokens": 128, "new_tokens": 256, "microbatch": 16}
@@ -102,7 +102,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, size: str) -> dict[str, dict[str, Any]]:
     """Print the table of one size; its figures by side."""
     given = SIZES[size]
-    columns = ("s/iteration", *PHASES, "samples/s", "peak GiB", "first, s", "TRL / this")
+    columns = ("s/iteration", *PHASES, "samples/s", "peak GiB", "planned", "first, s", "TRL / this")
     print(
         f"{size}: {given['prompts']} prompts x {given['prompt_tokens']} tokens, {given['new_tokens']} new tokens, "
         f"{EPOCHS} epochs, microbatch {given['microbatch'] or 'all'}\n{'':14}"
@@ -136,7 +136,7 @@ def summed_up(runs: list[dict[str, Any]], num_prompts: int) -> dict[str, Any]:
     first = statistics.median(run["first"] for run in runs)
     peak = max(run["gib"] for run in runs)
     return {**medians, "samples_per_second": num_prompts / medians["seconds"], "gib": peak, "first": first,
-            "runs": runs}  # fmt: skip
+            "planned": runs[0].get("planned"), "runs": runs}  # fmt: skip
 
 
 def line(side: str, found: dict[str, Any], peer: dict[str, Any] | None) -> str:
@@ -144,8 +144,9 @@ def line(side: str, found: dict[str, Any], peer: dict[str, Any] | None) -> str:
         return f"{side:14} failed: {found['error']}"
     ratio = f"{peer['seconds'] / found['seconds']:.2f}" if peer and "error" not in peer and side != TRL else "–"
     phases = "".join(f"{found[name]:12.2f}" for name in PHASES)
+    plan = "–" if found["planned"] is None else f"{found['planned']:.2f}"
     return (
-        f"{side:14}{found['seconds']:12.2f}{phases}{found['samples_per_second']:12.1f}{found['gib']:12.2f}"
+        f"{side:14}{found['seconds']:12.2f}{phases}{found['samples_per_second']:12.1f}{found['gib']:12.2f}{plan:>12}"
         f"{found['first']:12.1f}{ratio:>12}"
     )
 
@@ -225,17 +226,13 @@ def run_ours(world: Path, given: dict[str, Any], layout: str, iterations: int, m
     from rlhf.stages.ppo.config import PPOSettings
     from rlhf.stages.settings_file import write_settings
 
-    settings = PPOSettings.load(
-        {
-            "model": str(world / "policy"), "reward_model": str(world / "reward"),
-            "data": str(world / "prompts.jsonl"), "num_iterations": iterations + 1,
-            "rollout_batch_size": given["prompts"], "num_epochs": EPOCHS, "max_prompt_length": given["prompt_tokens"],
-            "max_new_tokens": given["new_tokens"], "microbatch_size": given["microbatch"], "learning_rate": 1e-6,
-            "critic_learning_rate": 1e-6, "eval_every": 1000, "save_every": 1000, "eval_share": 0.2,
-            "layout": layout, "report_to": [], **more,
-        },
-        "ppo",
-    )  # fmt: skip
+    settings = {
+        "model": str(world / "policy"), "reward_model": str(world / "reward"), "data": str(world / "prompts.jsonl"),
+        "num_iterations": iterations + 1, "rollout_batch_size": given["prompts"], "num_epochs": EPOCHS,
+        "max_prompt_length": given["prompt_tokens"], "max_new_tokens": given["new_tokens"],
+        "microbatch_size": given["microbatch"], "learning_rate": 1e-6, "critic_learning_rate": 1e-6,
+        "eval_every": 1000, "save_every": 1000, "eval_share": 0.2, "layout": layout, "report_to": [], **more,
+    }  # fmt: skip
     rows: list[dict[str, Any]] = []
     moments: list[float] = []
     before = 0 if torch.cuda.is_available() else logs.peak_memory(torch.device("cpu"))
@@ -257,7 +254,7 @@ def run_ours(world: Path, given: dict[str, Any], layout: str, iterations: int, m
     ppo.Selection = begin  # type: ignore[assignment, misc]
     logs.write_row = take
     with tempfile.TemporaryDirectory() as folder:
-        write_settings(Path(folder), settings)
+        write_settings(Path(folder), PPOSettings.load(settings, "ppo"))
         with contextlib.suppress(EnoughError):
             ppo.train(folder)
     return {
@@ -267,6 +264,7 @@ def run_ours(world: Path, given: dict[str, Any], layout: str, iterations: int, m
             for number, row in enumerate(rows) if number
         ],
         "first": moments[1] - moments[0], "gib": rows[-1]["peak_gib"] - before / 2**30,
+        "planned": planned("ppo", settings),
     }  # fmt: skip
 
 

@@ -11,15 +11,17 @@ of three; `first` is the first call, with what is compiled and captured in it. `
 the keys and values of a mean step takes at the bandwidth that copying has here, measured in the same run. `ragged`:
 each answer ends at a length between 16 and 256 that is drawn for it, four times as many prompts as slots (and as rows
 of a batch of `generate`); useful tokens per second, and their share of the fixed-length figure. `logprobs`: mean and
-largest distance of the engine's log-probabilities from those of a teacher-forced forward pass. `chi2`: distance of
-4,096 second tokens from their law, in standard deviations of the chi-squared distribution, at temperatures 1 and 0.7
-(below 4 is as it should be).
+largest distance of the engine's log-probabilities from those of a teacher-forced forward pass; `from float32`, of a
+pass in float32, and `forced from float32`, of the one pass from the other. `chi2`: distance of 4,096 second tokens
+from their law, in standard deviations of the chi-squared distribution, at temperatures 1 and 0.7 (below 4 is as it
+should be).
 
 `--run`: a rollout of the run's PPO stage, its prompts and its limits, by its own two models, which end their answers;
 seconds are medians of eleven turns.
 """
 
 import argparse
+import copy
 import gc
 import json
 import random
@@ -119,7 +121,7 @@ def measure(shape: str, size: int, device: torch.device, bandwidth: float, no_pe
     found["ragged share"] = found["ragged"] / found["tokens/s"]
     if not no_peer:
         found["× ragged generate"] = found["ragged"] / peer
-    found["logprobs"] = distance(model, prompts, ours())
+    found |= distances(model, prompts, ours())
     found["chi2"] = [chi_squared(engine, model, temperature) for temperature in (1.0, 0.7)]
     return found
 
@@ -225,13 +227,25 @@ def ragged(model: PreTrainedModel, size: int, prompt: int, new: int, with_peer: 
     return rate, sum(lengths.values()) / seconds(answer, 1)
 
 
-def distance(model: PreTrainedModel, prompts: list[list[int]], found: Responses) -> list[float]:
-    """Mean and largest |difference| to the log-probabilities of a teacher-forced pass, over the first eight rows."""
+def distances(model: PreTrainedModel, prompts: list[list[int]], found: Responses) -> dict[str, list[float]]:
+    """Mean and largest |difference| of log-probabilities over the first eight rows: from a teacher-forced pass; of a
+    model in 16 bits also from one in float32, and how far the teacher-forced pass itself is from that."""
     ids = torch.cat([torch.tensor(prompts[:8], device=model.device), found.tokens[:8]], dim=1)
-    logits = model(ids, use_cache=False).logits[:, len(prompts[0]) - 1 : -1].float()
-    logprobs = logits.log_softmax(-1).gather(-1, found.tokens[:8, :, None])[..., 0]
-    gaps = (logprobs - found.logprobs[:8]).abs()
-    return [gaps.mean().item(), gaps.max().item()]
+
+    def read(reader: PreTrainedModel) -> torch.Tensor:
+        logits = reader(ids, use_cache=False).logits[:, len(prompts[0]) - 1 : -1].float()
+        return logits.log_softmax(-1).gather(-1, found.tokens[:8, :, None])[..., 0]
+
+    def apart(some: torch.Tensor, others: torch.Tensor) -> list[float]:
+        gaps = (some - others).abs()
+        return [gaps.mean().item(), gaps.max().item()]
+
+    ours, forced = found.logprobs[:8], read(model)
+    told = {"logprobs": apart(ours, forced)}
+    if model.dtype != torch.float32:
+        exact = read(copy.deepcopy(model).float())
+        told |= {"from float32": apart(ours, exact), "forced from float32": apart(forced, exact)}
+    return told
 
 
 def chi_squared(engine: StaticEngine, model: PreTrainedModel, temperature: float) -> float:

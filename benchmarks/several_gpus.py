@@ -11,7 +11,8 @@
 JSON, such as {"weights": "bf16", "compile": true}. Each line is a launch of its own, by
 `accelerate launch` with a shipped config, of a stage's own `train`, which is left after some steps. In weak scaling
 each process has the same share of a batch whatever their number; `efficiency` is the rate of a process over that of one
-alone. Rates are medians over the steps that are logged, the first left out; GiB is the highest of any process.
+alone. Rates are medians over the steps that are logged, the first left out; GiB is the highest of any process, and
+`planned` is what `rlhf estimate` says of that.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_step import LLAMA3, SIZES, make_world
+from worlds import planned
 
 PRETRAIN = {"preset": ["gpt3-125m", "llama"], "context_length": 1024, "compile": True}
 SMALL = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "context_length": 64}
@@ -107,11 +109,15 @@ def scaling(options: argparse.Namespace, home: Path, processes: list[int]) -> No
 
 
 def table(title: str, found: list[tuple[int, dict[str, Any]]]) -> None:
-    print(f"{title}\n{'processes':>10}{'rate':>14}{'s/row':>10}{'GiB each':>10}{'efficiency':>12}", flush=True)
+    columns = f"{'processes':>10}{'rate':>14}{'s/row':>10}{'efficiency':>12}{'GiB each':>10}{'planned':>10}"
+    print(f"{title}\n{columns}", flush=True)
     alone = found[0][1]["rate"] / found[0][0]
     for number, one in found:
         efficiency = one["rate"] / number / alone
-        print(f"{number:10}{one['rate']:14,.1f}{one['seconds']:10.3f}{one['gib']:10.2f}{efficiency:12.3f}", flush=True)
+        print(
+            f"{number:10}{one['rate']:14,.1f}{one['seconds']:10.3f}{efficiency:12.3f}{one['gib']:10.2f}"
+            f"{one['planned']:10.2f}", flush=True,
+        )  # fmt: skip
 
 
 def sharded(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
@@ -123,7 +129,8 @@ def sharded(options: argparse.Namespace, home: Path, processes: list[int]) -> No
     found = measure(Launch("ppo", launch.settings, number, "fsdp2", rows=2))
     print(
         f"PPO {size}, FSDP2 on {number}: {found['seconds']:.2f} s an iteration (the first {found['first']:.1f}), "
-        f"{found['rate']:.2f} samples/s, {found['gib']:.2f} GiB on the fullest", flush=True,
+        f"{found['rate']:.2f} samples/s, {found['gib']:.2f} GiB on the fullest, {found['planned']:.2f} planned",
+        flush=True,
     )  # fmt: skip
 
 
@@ -248,6 +255,7 @@ def measure(launch: Launch) -> dict[str, Any]:
     }[launch.stage]  # fmt: skip
     return {
         **found, "seconds": seconds, "rate": of_a_row / seconds, "first": lasted[0],
+        "planned": planned(launch.stage, settings, launch.processes, launch.config),
         "phases": {key[8:]: statistics.median(row[key] for row in found["rows"][1:] or found["rows"])
                    for key in found["rows"][0] if key.startswith("seconds_")},
         "losses": [row["loss"] for row in found["rows"] if "loss" in row],

@@ -7,11 +7,11 @@ A random Llama of 124M weights (12 layers, width 768, vocabulary 50304, tied); r
 256 tokens, responses of 16 to 768, uniformly. A step of SFT takes 64 rows, one of reward 32 pairs; what each side reads
 in step n is the same. bf16 autocast, AdamW, clipped gradients, a line of metrics every ten steps, no saving. The sides
 take turns, each in a process of its own. TRL has its turns as it comes (it checkpoints activations), without that, and
-with torch_compile as well; it pads 32 texts at a time. Ours packs, and has a turn with `compile` and one with padding.
-Steps are timed from the eleventh on; tokens are those of the rows without padding; peaks are torch's, on a CPU those of
-the process. `loss` is the mean over the first ten steps: the same work gives the same number. `processor` is processor
-time per step, which a busy machine changes less. `start` is the time from the start of the process to the end of the
-tenth step. Ratios are to TRL without checkpointing.
+with torch_compile as well; it pads 32 texts at a time. Ours packs, and has a turn with `compile`, one with Liger's
+kernels (SFT alone) and one with padding. Steps are timed from the eleventh on; tokens are those of the rows without
+padding; peaks are torch's, on a CPU those of the process. `loss` is the mean over the first ten steps: the same work
+gives the same number. `processor` is processor time per step, which a busy machine changes less. `start` is the time
+from the start of the process to the end of the tenth step. Ratios are to TRL without checkpointing.
 """
 
 import argparse
@@ -37,11 +37,12 @@ WARM_UP = 10
 BASELINE = "trl"
 SIDES: dict[str, dict[str, Any]] = {
     "trl": {"gradient_checkpointing": False},
-    "trl as it comes": {"gradient_checkpointing": True},
-    "trl compiled": {"gradient_checkpointing": False, "torch_compile": True},
     "ours padded": {"packing": False},
     "ours": {},
     "ours compiled": {"compile": True},
+    "ours liger": {"args": {"use_liger_kernel": True}},
+    "trl as it comes": {"gradient_checkpointing": True},
+    "trl compiled": {"gradient_checkpointing": False, "torch_compile": True},
 }
 LARGE: dict[str, Any] = {
     "shape": {
@@ -94,8 +95,10 @@ def main() -> None:
 def measure(what: str, world: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Let the sides take turns and print the table; a side that fails says why and the others go on."""
     names = [name for name in SIDES if options.only in name or name == BASELINE]
-    if options.small:  # without a GPU nothing is compiled, nor packed unasked
-        names = [name for name in names if "compiled" not in name and name != "ours"]
+    if what == "reward":  # whose section has no `args`
+        names = [name for name in names if "args" not in SIDES[name]]
+    if options.small:  # without a GPU nothing is compiled, nor packed unasked, and Liger has no kernels
+        names = [name for name in names if "compiled" not in name and name not in ("ours", "ours liger")]
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     table: dict[str, Any] = {}
     columns = ("ms / step", "processor", "tokens / s", "ratio", "peak GiB", "loss", "start s")

@@ -1,7 +1,9 @@
-"""Random models, a tokenizer of numbered words and prompts on disk: what the PPO benchmarks run on."""
+"""Random models, a tokenizer of numbered words and prompts on disk: what the PPO benchmarks run on; and plans of it."""
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +75,12 @@ def numbered_words(vocab_size: int) -> Any:
     tokenizer.padding_side = "left"
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     return tokenizer
+
+
+def planned(stage: str, settings: dict[str, Any], processes: int = 1, layout: str = "ddp") -> float:
+    """GiB that a process of a stage takes at most on the device that is here, as `rlhf estimate` says."""
+    request = {"stages": {stage: settings}, "num_processes": {stage: processes}, "layouts": {stage: layout}}
+    words = [sys.executable, "-m", "rlhf.stages.estimate"]
+    said = subprocess.run(words, input=json.dumps(request), capture_output=True, text=True, check=True)
+    peak: float = json.loads(said.stdout.splitlines()[-1])["stages"][stage]["peak_gib"]
+    return peak

@@ -46,6 +46,19 @@ class Wanted(Protocol):
     def max_document_length(self) -> int | None: ...
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """What pretrain wants where nothing more is set."""
+
+    data: Sequence[TextSource]
+    eval_share: float
+    max_dropped: float
+    eval_data: None = None
+    deduplicate: None = None
+    min_document_length: int = 1
+    max_document_length: None = None
+
+
 @dataclass
 class Found:
     """What reading one source brought."""
@@ -105,8 +118,8 @@ class Documents:
     that are given for evaluation.
     """
 
-    def __init__(self, wanted: Wanted, stage: str) -> None:
-        self.wanted, self.stage = wanted, stage
+    def __init__(self, wanted: Wanted, stage: str, setting: str = "data") -> None:
+        self.wanted, self.where = wanted, f"{stage}.{setting}"
         self.sources = named("data", wanted.data)
         self.eval_sources = named("eval_data", wanted.eval_data or [])
         self.copies: dict[str, Source] = {}
@@ -217,9 +230,16 @@ class Documents:
             return
         lines = [f". {found.name}: {summary(found.documents, found.left_out)}" for found in read if found.left_out]
         raise DataError(
-            f"{self.stage}.data: {num_documents} rows to train on and {num_held_out} to evaluate on; "
+            f"{self.where}: {num_documents} rows to train on and {num_held_out} to evaluate on; "
             f"at least one of each is needed, with different prompts{''.join(lines)}"
         )
+
+
+def plain_documents(source: Source, eval_share: float, max_dropped: float, stage: str, setting: str) -> Documents:
+    """The documents of one source that `setting` names, read and held out as those of pretrain where nothing more is
+    set."""
+    text = TextSource(**source.model_dump())
+    return Documents(_Plain([text], eval_share, max_dropped), stage, setting)
 
 
 def _border_of(read: list[Found], eval_share: float) -> float:

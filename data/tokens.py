@@ -1,4 +1,4 @@
-"""The one place that turns rows into token ids and cuts what is too long.
+"""The one place that turns rows into token ids, cuts what is too long, and turns answers back into text.
 
 Prompt and response are tokenised apart and joined as ids. Joined as text first, a tokenizer would merge
 letters across the border, and the same prompt would have other ids in SFT than in PPO.
@@ -9,11 +9,11 @@ chat template, and this file where an answer or document ends, write special tok
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,7 +24,8 @@ from rlhf.data.messages import Messages, prompt_text
 Tokenizer = Any  # a Hugging Face tokenizer; importing transformers for the type's sake would take seconds
 
 _LONG = 1_000_000  # characters
-_LINE_END = re.compile(r"(?<=\S)\n(?=\w)")
+_CUTS = ("\n", ""), ("\n\n", ""), ("\n", "\n")
+"""What is before a cut and behind it, where a text may be cut between two lines, or between two paragraphs."""
 
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 
@@ -96,6 +97,12 @@ def encode_response(tokenizer: Tokenizer, prompt: Messages, response: str) -> li
     return _response_ids(tokenizer, _asked(tokenizer, prompt), response)
 
 
+def answer_texts(tokenizer: Tokenizer, answers: Iterable[list[int]], stops: Container[int]) -> list[str]:
+    """What each answer says before the first of `stops`; special tokens and whitespace at either end are left out."""
+    said = [list(takewhile(lambda id: id not in stops, ids)) for ids in answers]
+    return [text.strip() for text in tokenizer.batch_decode(said, skip_special_tokens=True)]
+
+
 def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_length: int) -> Encoded | None:
     """Prompt and response in at most `max_length` tokens, the prompt cut from the left, the response never.
 
@@ -113,24 +120,35 @@ def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_le
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
     """The ids of each document, eos at their end: joined they are a stream that is ready to be cut into blocks.
 
-    A long document is encoded some lines at a time where the tokenizer does not look across their ends: while a text is
-    encoded, it takes many times its memory.
+    A long document is encoded some lines at a time where the tokenizer does not look across the ends of lines, or of
+    paragraphs: while a text is encoded, it takes many times its memory.
     """
-    apart = _text_ids(tokenizer, "one\ntwo") == _text_ids(tokenizer, "one\n") + _text_ids(tokenizer, "two")
+    cuts = [cut for cut in _CUTS if _falls_apart(tokenizer, *cut)]
+    end_of_line = re.compile("|".join(rf"(?<=\S){before}(?={behind}\w)" for before, behind in cuts))
     for some in _batches(texts):
-        long = some.pop() if apart and len(some[-1]) > _LONG else ""
+        long = some.pop() if cuts and len(some[-1]) > _LONG else ""
         for ids in _text_ids(tokenizer, some) if some else ():
             yield [*ids, tokenizer.eos_token_id]
         if long:
-            yield [*chain.from_iterable(_text_ids(tokenizer, lines) for lines in _lines(long)), tokenizer.eos_token_id]
+            pieces = (_text_ids(tokenizer, lines) for lines in _lines(long, end_of_line))
+            yield [*chain.from_iterable(pieces), tokenizer.eos_token_id]
 
 
-def _lines(text: str) -> Iterator[str]:
-    """A text in pieces of about `_LONG` characters; each ends with a line that a letter or digit comes after."""
+def _falls_apart(tokenizer: Tokenizer, before: str, behind: str) -> bool:
+    """Whether two lines have the ids together that each has by itself, also with a full stop between them."""
+    pairs = [(f"{line}{before}", f"{behind}two") for line in ("one", "one.")]
+    return all(
+        _text_ids(tokenizer, first + second) == _text_ids(tokenizer, first) + _text_ids(tokenizer, second)
+        for first, second in pairs
+    )
+
+
+def _lines(text: str, end_of_line: re.Pattern[str]) -> Iterator[str]:
+    """A text in pieces of about `_LONG` characters; each ends where a line does that a letter or digit comes after."""
     start = 0
     while start < len(text):
         end = start + _LONG
-        found = _LINE_END.search(text, end) if end < len(text) else None
+        found = end_of_line.search(text, end) if end < len(text) else None
         end = found.end() if found else len(text)
         yield text[start:end]
         start = end

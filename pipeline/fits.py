@@ -1,4 +1,4 @@
-"""What a stage's settings cannot have: so many processes, models that are spread over them, a CPU.
+"""What a stage's settings cannot have: so many processes, models that are spread over them, a CPU, no package for it.
 
 The stages refuse the same, for those who start one alone; here it is found before the first one trains. No torch.
 """
@@ -24,6 +24,8 @@ def misfits(settings: StageSettings, recipe: Recipe, gpus: int) -> Iterator[str]
         yield from settings.why_not_spread()
     if is_on_cpu and (settings.precision == "fp16" or (settings.precision in ("bf16", "tf32") and not gpus)):
         yield f"{stage}.precision: {settings.precision} needs a GPU, and the stage is on the CPU; use auto or fp32"
+    if isinstance(settings, SFTSettings) and (problem := settings.why_no_liger(gpus > 0 and not is_on_cpu)):
+        yield problem
     if isinstance(settings, PPOSettings) and processes > 1:
         here = processes // (config.get("num_machines") or 1)
         yield from _too_many(settings, processes, here, 0 if is_on_cpu else gpus)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data import rows
-from rlhf.data.documents import Documents
+from rlhf.data.documents import Documents, plain_documents
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.feedback.store import Store
 from rlhf.data.hub import refuse_unknown
@@ -144,7 +144,12 @@ def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
         for part in Documents(settings, settings.stage).survey():
             _tell(f"{settings.stage}.{part.name}", part.report, say)
         return
-    for name, source in settings.sources().items():
+    given = settings.sources()
+    text = given.pop("ptx_data", None)
+    if text is not None and not text.streaming:
+        documents = plain_documents(text, settings.eval_share, settings.max_dropped, settings.stage, "ptx_data")
+        _tell(f"{settings.stage}.ptx_data", documents.survey()[0].report, say)
+    for name, source in given.items():
         loaded = _read(settings, name, source)
         _tell(f"{settings.stage}.{name}", loaded.report, say)
         found[name] = loaded.rows
@@ -172,9 +177,7 @@ def _read(settings: StageSettings, name: str, source: Source) -> rows.Loaded[Any
         return rows.read_demonstrations(source, settings.max_dropped)
     if isinstance(settings, FeedbackSettings) and name == "earlier":
         return rows.read_rankings(source, settings.max_dropped, keep_ties=True)
-    if isinstance(settings, FeedbackSettings) or (isinstance(settings, PPOSettings) and name != "ptx_data"):
-        return rows.read_prompts(source, settings.max_dropped)
-    return rows.read_text(source, settings.max_dropped)
+    return rows.read_prompts(source, settings.max_dropped)
 
 
 def _key(row: Any) -> str:

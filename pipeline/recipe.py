@@ -34,7 +34,7 @@ class Shared(Settings):
     """module:function (prompts, responses) -> true qualities, for the stages that take a judge."""
     stop_within: float = Field(30.0, gt=0)
     """Seconds after a signal until a stage is gone."""
-    stop_hung_after: float = Field(3600.0, gt=0)
+    stop_hung_after: float = Field(1800.0, gt=0)
     """Seconds in which no process of a stage moves, until they end themselves."""
 
 

@@ -35,7 +35,7 @@ from rlhf.stages.models import SCORE_KEYS, ScalarModel, fresh_head
 from rlhf.stages.settings import LoraSettings
 
 _PREFIX = "base_model.model."  # of all names in PEFT's files
-_HEAD = "value_head.safetensors"
+HEAD = "value_head.safetensors"
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -60,7 +60,8 @@ def classifier_on(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def lora_config(model: PreTrainedModel, lora: LoraSettings, **more: Any) -> LoraConfig:
-    """PEFT's config of an adapter for this model."""
+    """PEFT's config of an adapter for this model. Raises RefusedError where it would adapt what makes logits."""
+    _refuse_head(model, lora.target_modules)
     return LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -71,17 +72,16 @@ def lora_config(model: PreTrainedModel, lora: LoraSettings, **more: Any) -> Lora
 def add_lora(model: PreTrainedModel, lora: LoraSettings) -> None:
     """Give a model an adapter, after which only that and a classifier's head are trained."""
     heads = ["score"] if isinstance(getattr(model, "score", None), nn.Linear) else None
-    kind = None if heads else "CAUSAL_LM"
+    config = lora_config(model, lora, exclude_modules=heads, task_type=None if heads else "CAUSAL_LM")
     try:
-        _inject(lora_config(model, lora, exclude_modules=heads, task_type=kind), model)
+        _inject(config, model)
     except ValueError as error:  # it lists no layers; the names of those that there are help
         linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-        names = sorted({name.rpartition(".")[2] for name in linear})
-        raise RefusedError(f"lora.target_modules: {lora.target_modules} names no layer; there are {names}") from error
+        names = sorted({name.rpartition(".")[2] for name in linear} - {"lm_head", "score"})
+        where = f"lora.target_modules: {lora.target_modules}"
+        raise RefusedError(f"{where} names no layer, or one that LoRA cannot adapt; there are {names}") from error
     if heads:
         model.score.requires_grad_(True)
-    elif isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise RefusedError("lora.target_modules: the layer that makes the logits cannot be adapted here; leave it out")
 
 
 def save_adapter(folder: Path, model: PreTrainedModel) -> None:
@@ -114,14 +114,11 @@ def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 def merged_weight(layer: Any) -> Tensor:
     """Weight of one layer with its adapter, if it has one, added in float32; what is quantised is unpacked.
 
-    It lies as the layer's own does: [outputs, inputs], and of GPT-2's Conv1D [inputs, outputs].
+    It lies as the layer's own does: [outputs, inputs], and of embeddings and GPT-2's Conv1D [inputs, outputs].
     """
     if not isinstance(layer, BaseTunerLayer):
         return dequantize_module_weight(layer)
-    base: Any = layer.get_base_layer()
-    down, up = (of_each["default"].weight.float() for of_each in (layer.lora_A, layer.lora_B))
-    delta = layer.scaling["default"] * (up @ down)  # [outputs,inputs]
-    return dequantize_module_weight(base).float() + (delta.T if isinstance(base, Conv1D) else delta)
+    return dequantize_module_weight(layer.get_base_layer()).float() + layer.get_delta_weight("default").float()
 
 
 def save_scalar(folder: Path, scalar: ScalarModel, base: str) -> None:
@@ -138,7 +135,7 @@ def load_scalar_on(base: PreTrainedModel, folder: Path) -> ScalarModel:
     classifier = classifier_on(base)
     load_adapter(classifier, folder)
     with _refusing(folder):
-        classifier.score.load_state_dict(load_file(folder / _HEAD))
+        classifier.score.load_state_dict(load_file(folder / HEAD))
     setattr(classifier.config, SCORE_KEYS, _rule(folder))
     return ScalarModel(classifier)
 
@@ -147,13 +144,28 @@ def adapter_of(reference: str, base: str) -> Path | None:
     """The adapter from which a reward model was merged, if it lies in the model's folder and belongs to the model
     whose digest is `base`."""
     folder = Path(reference) / "adapter"
-    return folder if (folder / _HEAD).is_file() and _rule(folder).get("base") == base else None
+    return folder if (folder / HEAD).is_file() and _rule(folder).get("base") == base else None
 
 
 def save_head(folder: Path, head: nn.Linear) -> None:
     """Write a head to one number to a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / _HEAD)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / HEAD)
+
+
+def _refuse_head(model: PreTrainedModel, targets: list[str] | str) -> None:
+    """Refuse to adapt what makes the logits, whose weight alone is read here, and embeddings that are the same weight:
+    the adapter would be of one use of it, and once merged of both."""
+    head = model.get_output_embeddings()
+    if targets == "all-linear" or head is None:  # PEFT leaves the head out by itself
+        return
+    uses = [name for name, module in model.named_modules() if getattr(module, "weight", None) is head.weight]
+    for target in targets:
+        if any(f".{name}".endswith(f".{target}") for name in uses):
+            raise RefusedError(
+                f"lora.target_modules: '{target}': the layer that makes the logits cannot be adapted here, nor "
+                "embeddings that share its weight (tie_word_embeddings); leave it out"
+            )
 
 
 def _inject(config: LoraConfig, model: PreTrainedModel) -> None:

@@ -73,14 +73,9 @@ class Case:
         return 2 if self.half else 4
 
     @property
-    def gradients_in_parts(self) -> bool:
-        """Whether each process holds only a part of gradients and moments."""
+    def in_parts(self) -> bool:
+        """Whether each process holds only a part of weights, gradients and moments."""
         return self.num_processes > 1 and self.layout != "ddp"
-
-    @property
-    def weights_in_parts(self) -> bool:
-        """Whether it holds only a part of the weights, too."""
-        return self.gradients_in_parts and self.layout != "zero2"
 
     def cost(self, model: PreTrainedModel) -> Cost:
         return cost_of(model, self.num_bytes)

@@ -1,20 +1,21 @@
 """What several processes change: what each of them holds, and what they send each other; see `budget`.
 
 ddp           each process has the models whole, and gradients are summed up over all (all-reduce)
-zero2         gradients are summed up into parts (reduce-scatter); each process has the moments of its part, makes the
-              step there, and the new weights are gathered (all-gather)
-fsdp2         weights lie in parts too: a layer's are gathered when it is its turn, forward and backward
+fsdp2         weights, gradients and moments lie in parts: a layer's weights are gathered when it is its turn, forward
+              and backward, and its gradients are summed up into parts (reduce-scatter)
+zero2         the same, but what was gathered stays until the backward pass has been through it, and of models that
+              are only read for good
 
 Of n processes each sends (n - 1)/n of what is gathered or scattered, and twice as much of what all are to have the sum
-of. What lies in parts is gathered and scattered in the precision of the stage, as Accelerate sets it up, and with every
-microbatch; DDP reduces gradients in their own type, with the last one.
+of. Layers are gathered in the precision of the stage and their gradients summed up in float32, with every microbatch;
+the rest (embeddings, last norm, head) is both in its own type. DDP reduces gradients in their own type, with the last
+microbatch. See `sharding.spread`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf.stages.budget import GIB, KINDS, Case, Held, Phase
@@ -57,48 +58,50 @@ def phase_of(
 def _of_one(held: Held, case: Case, most: dict[str, float], exchange: Exchange) -> dict[str, float]:
     """Bytes of one process, by kind, from what a pass takes where the models are whole."""
     found, number = dict.fromkeys(KINDS, 0.0) | most, case.num_processes
-    if case.weights_in_parts:  # gathered ones are in the precision of the stage already, and need no copies in it
+    if case.in_parts:  # gathered weights are in the precision of the stage already, and need no copies in it
         found["weights"] = held.weights / number + exchange.weights
-    else:
-        found["weights"] += held.weights
-    if case.gradients_in_parts:
         found["optimiser"] = held.moments / number
         found["gradients"] = found["gradients"] / number + exchange.gradients
     else:
+        found["weights"] += held.weights
         found["optimiser"] = held.moments
         if number > 1:  # they lie in what DDP sends, which is there all the time
             found["gradients"] = max(found["gradients"], held.gradients)
     return found
 
 
-def updating(models: Sequence[PreTrainedModel], case: Case, num_steps: int = 1, num: int = 1) -> Exchange:
-    """Optimiser steps of `num` microbatches each, in which the models have their turns."""
-    if not case.gradients_in_parts:
+def updating(
+    models: Sequence[PreTrainedModel], case: Case, num_steps: int = 1, num: int = 1,
+    others: Sequence[PreTrainedModel] = (),
+) -> Exchange:  # fmt: skip
+    """Optimiser steps of `num` microbatches each, in which the models have their turns; `others` were read before."""
+    if not case.in_parts:
         gradients = sum(Held().add(model).gradients for model in models)
         return Exchange(sent=2 * num_steps * _of_others(case, gradients), hidden=BACKWARD / num)
-    whole = max(max(_parts(model, case, trained=True)) for model in models)
-    trained = sum(_size(model, case, trained=True) for model in models)
-    if not case.weights_in_parts:
-        sent = num_steps * _of_others(case, num * trained + trained)
-        return Exchange(gradients=whole, sent=sent, hidden=BACKWARD / num)
-    read = reading(models, case, 2 * num_steps * num)
-    sent = read.sent + num_steps * _of_others(case, num * trained)
-    return Exchange(read.weights, whole, sent, hidden=1.0)
+    weights, gradients = (sum(sum(of(model, case)) for model in models) for of in (_gathered, _scattered))
+    passes, at_once = 2, max(_whole_at_once(model, case) for model in models)
+    if case.layout == "zero2":
+        passes = 1
+        at_once = max(sum(_gathered(model, case)) for model in models) + sum(sum(_gathered(m, case)) for m in others)
+    whole = max(max(_scattered(model, case, of_one=True)) for model in models)
+    return Exchange(at_once, whole, num_steps * num * _of_others(case, passes * weights + gradients), hidden=1.0)
 
 
 def reading(models: Sequence[PreTrainedModel], case: Case, num: int) -> Exchange:
-    """`num` passes through each model, forward or backward, one after the other."""
-    if not case.weights_in_parts:
+    """`num` forward passes through each model, one after the other."""
+    if not case.in_parts:
         return Exchange()
-    sent = num * _of_others(case, sum(_size(model, case) for model in models))
-    return Exchange(max(_whole_at_once(model, case) for model in models), sent=sent, hidden=1.0)
+    size = sum(sum(_gathered(model, case)) for model in models)
+    if case.layout == "zero2":
+        return Exchange(size, sent=_of_others(case, size), hidden=1.0)
+    return Exchange(max(_whole_at_once(model, case) for model in models), sent=num * _of_others(case, size), hidden=1.0)
 
 
 def sampling(model: PreTrainedModel, case: Case, engine: str) -> Exchange:
     """An engine in this process has the whole model for as long as it samples; a server has one of its own."""
-    if not case.weights_in_parts or engine == "vllm":
+    if not case.in_parts or engine == "vllm":
         return Exchange()
-    size = _size(model, case)
+    size = float(case.num_bytes * sum(p.numel() for p in model.parameters()))
     return Exchange(size, sent=_of_others(case, size))
 
 
@@ -106,18 +109,28 @@ def _of_others(case: Case, num_bytes: float) -> float:
     return num_bytes * (case.num_processes - 1) / case.num_processes
 
 
-def _size(model: nn.Module, case: Case, trained: bool = False) -> float:
-    """Bytes in the precision of the stage: of all weights, or of those that are trained."""
-    return float(case.num_bytes * sum(p.numel() for p in model.parameters() if p.requires_grad or not trained))
+def _gathered(model: PreTrainedModel, case: Case, of_one: bool = False) -> tuple[float, float]:
+    """Bytes of the weights of all layers, or of one, and of what is in none, as they are gathered."""
+    return _bytes_of(model, case.num_bytes if case.half else None, of_one, trained=False)
 
 
-def _parts(model: PreTrainedModel, case: Case, trained: bool = False) -> tuple[float, float]:
-    """The same of a layer, and of what is in none: embeddings, head."""
+def _scattered(model: PreTrainedModel, case: Case, of_one: bool = False) -> tuple[float, float]:
+    """The same of gradients, as they are summed up."""
+    return _bytes_of(model, 4 if case.half else None, of_one, trained=True)
+
+
+def _bytes_of(model: PreTrainedModel, of_layers: int | None, of_one: bool, trained: bool) -> tuple[float, float]:
+    """Bytes of layers, with so many for a number or as many as it has itself, and of the rest in its own type."""
     layers = layers_of(model)
-    of_all = sum(_size(layer, case, trained) for layer in layers)
-    return of_all / len(layers), _size(model, case, trained) - of_all
+    inside = {id(p) for p in layers.parameters()}
+    found = [0.0, 0.0]
+    for p in model.parameters():
+        if p.requires_grad or not trained:
+            of_layer = id(p) in inside
+            found[not of_layer] += p.numel() * ((of_layer and of_layers) or p.element_size())
+    return found[0] / (len(layers) if of_one else 1), found[1]
 
 
 def _whole_at_once(model: PreTrainedModel, case: Case) -> float:
-    layer, rest = _parts(model, case)
+    layer, rest = _gathered(model, case, of_one=True)
     return LAYERS * layer + rest

@@ -160,7 +160,8 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
             flops=max(map(sum, on_devices)), passes=num_read * max(map(len, on_devices)) * layers,
         ),
         phase_of(
-            "update", without, case, moments, times, updating(models.learners, case, steps, num + num_ptx),
+            "update", without, case, moments, times,
+            updating(models.learners, case, steps, num + num_ptx, others=readers[len(models.learners) :]),
             flops=flops, passes=3 * steps * (num * len(learning) + num_ptx) * layers, compiled=compiled,
         ),
     ]  # fmt: skip
@@ -288,11 +289,16 @@ def _on_one_base(
 ) -> Models:
     base = causal(config, case.low).requires_grad_(False)
     quantised = bytes_saved(base, settings.quantization)
-    policy = adapters.shared_copy(base)
+
+    def a_base() -> PreTrainedModel:
+        """One for all roles; in parts, one for each."""
+        return causal(config, case.low).requires_grad_(False) if case.in_parts else base
+
+    policy = adapters.shared_copy(a_base())
     adapters.add_lora(policy, settings.lora)
 
     def on_base(lora: LoraSettings) -> ScalarModel:
-        classifier = adapters.classifier_on(base)
+        classifier = adapters.classifier_on(a_base())
         adapters.add_lora(classifier, lora)
         return ScalarModel(classifier)
 
@@ -322,4 +328,4 @@ def _size_of(config: PreTrainedConfig, case: Case) -> float:
 
 def is_adapter(reference: str) -> bool:
     """Whether a reward model's folder holds the adapter that it was merged from."""
-    return (Path(reference) / "adapter").is_dir()
+    return (Path(reference) / "adapter" / adapters.HEAD).is_file()

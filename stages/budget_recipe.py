@@ -69,7 +69,13 @@ def phases_of(request: Request, stage: str, settings: Any, device: Device) -> tu
     )  # fmt: skip
     if isinstance(settings, PPOSettings):
         case = _with_rewards(request, settings, case)
-    phases = BUDGETS[stage](settings, case)
+    try:
+        phases = BUDGETS[stage](settings, case)
+    except (AttributeError, KeyError, RuntimeError) as error:  # experts, state-space layers, an attention of its own
+        raise RefusedError(
+            f"{stage}.model: a model of type {case.config.model_type} cannot be traced without its weights "
+            f"({first_line(error)}); run the stage for a few steps and read peak_gib in its metrics.jsonl"
+        ) from error
     if not device.is_gpu:
         for phase in phases:
             phase.gib["process"] = PROCESS

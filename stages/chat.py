@@ -19,11 +19,11 @@ from transformers.generation.streamers import BaseStreamer
 from rlhf.data.collate import pad_examples
 from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.messages import Messages
-from rlhf.data.tokens import Encoded, encode_example, encode_prompt
+from rlhf.data.tokens import Encoded, answer_texts, encode_example, encode_prompt
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.engines.stock import TransformersEngine
 from rlhf.stages.metric_names import number
-from rlhf.stages.models import load_policy, load_scalar, load_tokenizer, num_positions
+from rlhf.stages.models import load_policy, load_scalar, load_tokenizer, num_positions, stops_of
 from rlhf.stages.precision import half
 from rlhf.stages.runtime import be_quiet
 
@@ -84,13 +84,12 @@ class Speaker:
         context = num_positions(model)
         self.length = min(max_new_tokens, context // 2)
         self.room = context - self.length
-        own = model.generation_config.eos_token_id  # chat models may end a turn with another than the tokenizer's
-        self.stops = sorted({self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None})
+        self.stops = stops_of(model, self.tokenizer)
 
     def answer(self, prompt: Messages, say: Say) -> "Answer":
         """Answer the prompt, while `say` gets the text as it is made. Ctrl-C ends the answer where it is."""
         ids = encode_prompt(self.tokenizer, prompt, max_length=self.room)
-        streamed = Streamed(lambda found: self.tokenizer.decode(found, skip_special_tokens=True), say)
+        streamed = Streamed(lambda found: answer_texts(self.tokenizer, [found], self.stops)[0], say)
         engine = TransformersEngine(self.model, streamer=streamed)
         with contextlib.suppress(KeyboardInterrupt):
             engine.generate([ids], self.length, self.temperature, self.stops, self.tokenizer.pad_token_id)

@@ -54,6 +54,7 @@ class Footprint(TorchDispatchMode):
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._sizes: dict[int, int] = {}
         self._of_weights: set[torch.Size] = set()
+        self._of_products: set[int] = set()  # storages that are alive
         self._at: tuple[str, ...] = ()
         self._making: str | None = None
         self._kept: list[Tensor] = []
@@ -109,12 +110,21 @@ class Footprint(TorchDispatchMode):
                 self._count(tensor, self._kind(func, args, tensor))
                 if torch.is_grad_enabled() and self._kinds[tensor.untyped_storage()._cdata] == "activations":
                     self._kept.append(tensor)
+            if func is not _aten.embedding.default:
+                self._of_products.add(results[0].untyped_storage()._cdata)
         else:
+            if func is _aten.add.Tensor and self._are_of_products(args):
+                # Of a layer and its adapter: what is kept is their sum.
+                self._resize(args[1].untyped_storage()._cdata, 0)
             for tensor in results:
                 kind = self._kind(func, args, tensor)
                 if func in _NEW or kind in ("weights", "cache") or (kind == "logits" and self.fused == "layers"):
                     self._count(tensor, kind)
         return made
+
+    def _are_of_products(self, tensors: Any) -> bool:
+        keys = {x.untyped_storage()._cdata for x in tensors if isinstance(x, Tensor)}
+        return len(keys) == 2 and keys <= self._of_products and len({self._sizes[key] for key in keys}) == 1
 
     def _kind(self, func: Any, args: Any, tensor: Tensor | None) -> str:
         if self._making is not None:
@@ -145,6 +155,7 @@ class Footprint(TorchDispatchMode):
             self._sizes[key] = size
 
     def _forget(self, key: int) -> None:
+        self._of_products.discard(key)
         self._now[self._kinds.pop(key)] -= self._sizes.pop(key)
 
     def _is_gradient(self, parameter: Tensor) -> None:

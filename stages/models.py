@@ -96,6 +96,18 @@ def load_policy(
     return model
 
 
+def stops_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids at which the model's answers end: the tokenizer's eos, then those of its generation_config, each once.
+
+    A chat model may list others there, at which it ends a turn. Ids outside its vocabulary are left out: none is ever
+    drawn, and a server would refuse them.
+    """
+    own = model.generation_config.eos_token_id
+    found = dict.fromkeys([tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])])
+    vocab_size = model.config.get_text_config().vocab_size
+    return [id for id in found if id is not None and 0 <= id < vocab_size]
+
+
 def why_not_loaded(reference: str, error: Exception) -> str:
     """What an error of loading says first; what would work, where it is code of the model's own that we refuse."""
     if "trust_remote_code" in str(error):
@@ -287,9 +299,17 @@ def compile_layers(model: nn.Module) -> None:
     """Compile each layer of a decoder by itself, for any shapes: what is compiled for one layer serves all."""
     torch._dynamo.config.recompile_limit = 64  # the code of a layer is compiled for every role, type and mode
     torch._dynamo.config.specialize_float = True  # else an epsilon is a tensor on the CPU, made anew in every call
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.forward = torch.compile(module.forward, dynamic=True)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    for first in layers[:1]:
+        first.register_forward_pre_hook(_as_if_learned)
+
+
+def _as_if_learned(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """What frozen embeddings make needs no gradient: the first layer would be compiled apart from the others."""
+    if torch.is_grad_enabled():
+        inputs[0].requires_grad_()
 
 
 def logit_rule(model: PreTrainedModel) -> tuple[float, float | None]:
@@ -306,6 +326,26 @@ def check_positions(where: str, length: int, model: PreTrainedModel | PreTrained
         raise SettingsError(f"{where} is {length}, but the model has {positions} positions; lower it")
 
 
+def check_sampled(where: str, length: int, model: PreTrainedModel) -> None:
+    """Refuse texts that are not sampled, token by token, from the law that they are then read with as a whole.
+
+    Beyond a threshold RoPE of type longrope turns all tokens as those of a long text, also those that were sampled
+    while it was short; the threshold of type dynamic is the number of positions. `where` names the settings.
+    """
+    check_positions(where, length, model)
+    config = model.config.get_text_config()
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise RefusedError("the model's tokens see later ones (use_bidirectional_attention), so it cannot be sampled")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of all layers, or of a type each
+        short = kind["original_max_position_embeddings"] if kind.get("rope_type") == "longrope" else length
+        if length > short:
+            raise SettingsError(
+                f"{where} is {length}, but beyond original_max_position_embeddings, {short}, this model (rope_type "
+                f"longrope) does not read a text as it was sampled; lower it to {short}"
+            )
+
+
 def num_positions(model: PreTrainedModel | PreTrainedConfig) -> int:
     """How many tokens a decoder, or one of that config, takes; a very large number where its positions have no end."""
     config = model if isinstance(model, PreTrainedConfig) else model.config
@@ -313,7 +353,10 @@ def num_positions(model: PreTrainedModel | PreTrainedConfig) -> int:
 
 
 def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model, tokenizer, template and a plain generation_config beside `folder`, then swap it in."""
+    """Write model, tokenizer, template and generation_config beside `folder`, then swap it in.
+
+    All that generation_config says is where answers end (`stops_of`), and to sample.
+    """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
     try:
@@ -321,9 +364,10 @@ def save_folder(folder: Path, model: PreTrainedModel | ScalarModel, tokenizer: P
             model.save(writing)
         else:
             model.config.use_cache = True  # trainers switch it off and leave it so
+            stops = stops_of(model, tokenizer)
             model.generation_config = GenerationConfig(
                 bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=stops if len(stops) > 1 else stops[0],
                 pad_token_id=tokenizer.pad_token_id,
                 do_sample=True,
             )

@@ -21,7 +21,7 @@ from rlhf.data.errors import RefusedError
 from rlhf.stages import sharding
 from rlhf.stages.settings import StageSettings
 from rlhf.stages.sharding import Rows
-from rlhf.stages.watchdog import collective
+from rlhf.stages.watchdog import collective, went_into
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -39,6 +39,24 @@ class DDP(DistributedDataParallelKwargs):
         return {"gradient_as_bucket_view": True, no_buffers: False}
 
 
+def _goes_for_weights(*_: Any) -> None:
+    """A sharded layer gathers its weights, in training together with those of the other processes; without gradients
+    they may be there already (`sharding.gathered`), and each process reads as often as it likes."""
+    if torch.is_grad_enabled():
+        went_into("weights")
+
+
+def _was_asked_for_more() -> bool:
+    """Whether `accelerate launch`, by hand, was to start several processes on this machine and started this one alone.
+
+    Its launcher of one process leaves where they would have met, and no WORLD_SIZE. That of a run says how many it
+    wants.
+    """
+    given = os.environ
+    by_hand = "ACCELERATE_DYNAMO_BACKEND" in given and "RLHF_NUM_PROCESSES" not in given
+    return by_hand and given.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in given
+
+
 class Processes:
     """Accelerate's view of them, in the words of the stages."""
 
@@ -49,6 +67,8 @@ class Processes:
         self.is_main = accelerator.is_main_process
         self.sharding = sharding.asked_for() if self.num_processes > 1 else None
         """How models are spread over the processes; None where each has the whole of them."""
+        self._reduces = False
+        """Whether gradients are reduced in the backward pass of the microbatch at hand."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over all processes, element by element; float64 is welcome on the CPU (some devices lack it)."""
@@ -73,17 +93,27 @@ class Processes:
         return indices[self.rank :: self.num_processes]
 
     def accumulate(self, microbatches: Sequence[Rows], *models: torch.nn.Module) -> Iterator[Rows]:
-        """The microbatches of a step, one after the other; gradients are reduced over processes at the last, those of
-        sharded models at each, and there a process waits for the others."""
+        """The microbatches of a step, one after the other; gradients are reduced over processes in the backward pass of
+        the last, those of sharded models in that of each."""
+        sharding.settle()
         microbatches = sharding.evenly(microbatches, *models)
         for number, microbatch in enumerate(microbatches, start=1):
             with ExitStack() as stack:
                 if number < len(microbatches):
                     for model in models:
                         stack.enter_context(self.accelerator.no_sync(model))
-                if self.num_processes > 1 and (number == len(microbatches) or self.sharding is not None):
-                    stack.enter_context(collective("gradients"))
+                self._reduces = number == len(microbatches) or self.sharding is not None
                 yield microbatch
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a microbatch's loss, which counts in a sum over all processes."""
+        with self.reducing():
+            self.accelerator.backward(loss * self.num_processes)  # DDP averages gradients over processes
+
+    def reducing(self) -> AbstractContextManager[None]:
+        """Around the backward pass of a microbatch, in which a process may wait for the others: not in the forward pass
+        before it, or the one that hangs there would be taken for one that waits."""
+        return collective("gradients") if self._reduces else nullcontext()
 
     @property
     def low_precision(self) -> torch.dtype | None:
@@ -97,6 +127,8 @@ class Processes:
             model.to(self.device)
         else:
             sharding.spread(model, self.sharding, self.device, self.low_precision)
+            for module in filter(sharding.is_sharded, model.modules()):
+                module.register_forward_pre_hook(_goes_for_weights, prepend=True)
             if any(weight.requires_grad for weight in model.parameters()):
                 self.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and not to be wrapped again
         return model
@@ -145,6 +177,16 @@ class Processes:
         here = (socket.gethostname(), os.getpid())
         return [pid for host, pid in self.gather_objects([here]) if host == here[0] and pid != here[1]]
 
+    @property
+    def in_words(self) -> str:
+        """How many they are, and how they share the models."""
+        if self.num_processes == 1:
+            return "1 process"
+        how = "ddp"
+        if self.sharding is not None:
+            how = "fsdp2" if self.sharding.reshard_after_forward else "zero2"
+        return f"{self.num_processes} processes, {how}"
+
     def check(self, settings: StageSettings) -> None:
         """Refuse what a stage cannot work with, and processes that do not see each other."""
         stage, kind = settings.stage, self.accelerator.distributed_type
@@ -161,6 +203,12 @@ class Processes:
             )
         if self.sharding is not None and self.accelerator.mixed_precision == "fp16":
             raise RefusedError(f"{stage}.precision: fp16 is not supported for sharded models; use bf16 or fp32")
+        if self.num_processes == 1 and _was_asked_for_more():
+            raise RefusedError(
+                f"{stage}: `accelerate launch` was asked for several processes and started one, as it does with --cpu, "
+                "or where there is no GPU; on CPUs set ACCELERATE_USE_CPU=true and pass --multi_gpu, or take torchrun; "
+                "for one process pass --num_processes 1"
+            )
         world = int(os.environ.get("WORLD_SIZE", "1"))
         asked = int(os.environ.get("RLHF_NUM_PROCESSES", world))
         if not world == asked == self.accelerator.num_processes:

@@ -92,6 +92,7 @@ class Runtime(Processes, Generic[AnyStage]):
         )
         self.write_status("running", 0)
         self.stopping.start()
+        self.say(f"{self.in_words}; {self.precision} on {self.device_name}")
         self.seed()
         out_of_memory.begin(self)
 
@@ -244,8 +245,7 @@ class Runtime(Processes, Generic[AnyStage]):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def step_is_done(self, step: int) -> None:
-        """`step` steps are behind: for the trace, if one is wanted, and for sharded models."""
-        sharding.settle()
+        """`step` steps are behind: for the watchdog, and for the trace, if one is wanted."""
         watchdog.moved(step=step)
         if self._trace is not None:
             with self.clock_stopped(), saying_what_cannot_be_written(self.folder, "profile"):
@@ -293,8 +293,10 @@ class Runtime(Processes, Generic[AnyStage]):
     def go_back(self) -> int | None:
         """Load the newest complete checkpoint in the middle of training; its step, None if there is none."""
         step = self._load_newest()
-        if step is not None and self.is_main:
-            logs.forget_rows_after(self.folder, step)
+        if step is not None:
+            watchdog.moved(step=step)
+            if self.is_main:
+                logs.forget_rows_after(self.folder, step)
         self._told_step = self._told_step if step is None else step
         return step
 
@@ -417,3 +419,5 @@ def be_quiet() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry of a request
     # peft 0.21 asks transformers 5.24 by the old name
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    # TRL names another way, which is none for a model that it is handed; it goes with TRL 2, which is not taken yet
+    warnings.filterwarnings("ignore", "`use_liger_kernel=True` is deprecated", FutureWarning)

@@ -24,10 +24,10 @@ from rlhf.data.feedback.store import Store
 from rlhf.data.messages import Messages
 from rlhf.data.rows import Prompt, read_prompts
 from rlhf.data.sources import Source
-from rlhf.data.tokens import encode_prompt
+from rlhf.data.tokens import answer_texts, encode_prompt
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.engines.choice import make_engine
-from rlhf.stages.models import load_policy, load_tokenizer, num_positions
+from rlhf.stages.models import load_policy, load_tokenizer, num_positions, stops_of
 from rlhf.stages.precision import half
 from rlhf.stages.runtime import be_quiet
 from rlhf.stages.signals import exit_on_signal, handled
@@ -59,6 +59,7 @@ class Writer:
                 f"{name}: {max_new_tokens} new tokens leave no room for a prompt in its {self.num_positions} "
                 "positions; give fewer (--max-new-tokens, in a recipe feedback.max_new_tokens)"
             )
+        self._stops = stops_of(model, self.tokenizer)
         self._engine = make_engine(model, dtype=dtype, compiled=True)
 
     def cuts(self, prompt: Messages) -> bool:
@@ -66,12 +67,10 @@ class Writer:
         return len(encode_prompt(self.tokenizer, prompt)) > self.room
 
     def answers(self, prompts: Sequence[Messages], temperature: float) -> list[str]:
-        """One text per prompt, outer whitespace left out."""
+        """One text per prompt, as `answer_texts` has it."""
         ids = [encode_prompt(self.tokenizer, prompt, max_length=self.room) for prompt in prompts]
-        stops, pad = [self.tokenizer.eos_token_id], self.tokenizer.pad_token_id
-        found = self._engine.generate(ids, self.max_new_tokens, temperature, stops, pad).tokens
-        texts: list[str] = self.tokenizer.batch_decode(found, skip_special_tokens=True)
-        return [text.strip() for text in texts]
+        law = self.max_new_tokens, temperature, self._stops, self.tokenizer.pad_token_id
+        return answer_texts(self.tokenizer, self._engine.generate(ids, *law).tokens.tolist(), self._stops)
 
 
 @dataclass(frozen=True)

@@ -152,10 +152,10 @@ class StageSettings(Settings):
     stop_within: float = Field(30.0, gt=0)
     """Seconds after a signal (SIGTERM, SIGINT, SIGUSR1) until the stage is gone, its state saved if the step under way
     ends in time."""
-    stop_hung_after: float = Field(3600.0, gt=0)
+    stop_hung_after: float = Field(1800.0, gt=0)
     """Seconds in which none of several processes begins or ends anything, until they end themselves and say which one
-    hangs; more than the longest save, evaluation or rollout takes. While data and models are loaded nobody looks;
-    torch's own limit of six hours holds there."""
+    hangs; more than the longest save, first compilation, rollout or answer of a judge takes. While data and models are
+    loaded nobody looks; torch's own limit of six hours holds there."""
     attempt: int = Field(0, ge=0)
     """Sets a rerun of the same settings apart; `rlhf run --force STAGE` counts it up."""
 

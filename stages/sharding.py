@@ -126,7 +126,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def settle() -> None:
-    """Between two steps: drop what sharded models note for a backward pass that never comes, as of a reference."""
+    """Before gradients are made: drop what sharded models noted for backward passes that never came, of evaluations,
+    of rollouts, of a reference. Processes that have read unequally often would gather unlike layers ahead of time."""
     for model in _skeletons:
         model.reset_iter_state()
 

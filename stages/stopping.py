@@ -125,7 +125,9 @@ class Stopping:
         """Say in status.json how it ended, unless another process did; the exit code, and the same in words."""
         if self.a_process_is_gone() and not self.is_told():
             dead = self.watchdog.dead() if self.watchdog is not None else None
-            message = LOST if dead is None else f"{LOST} It was {dead.name}, last seen {dead}"
+            message = LOST
+            if self.watchdog is not None and dead is not None:
+                message += f" It was {dead.name}, last seen {dead.seen_ago} {dead}; left is {self.watchdog.name}"
             self._tell("failed", 0, message)
             return 1, message
         found = None
@@ -208,6 +210,11 @@ class Stopping:
                 self._tell("failed", 0, message)
             os.write(2, f"{message}\n".encode())
             faulthandler.dump_traceback(2)
+        assert self.watchdog is not None
+        # One that is stopped hears no other signal, and the launcher would wait for it.
+        for pid in set(self.watchdog.silent_here()) & set(self.others):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
 

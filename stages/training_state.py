@@ -23,12 +23,28 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_together
 from torch.distributed.checkpoint.state_dict_saver import save as write_together
 
 from rlhf.stages.sharding import reshard
-from rlhf.stages.watchdog import collective
+from rlhf.stages.watchdog import at_work, collective
 
 _TENSORS, _NUMBERS = "tensors", "optimizers.json"
 _FILE_SIZE = 2**32  # about, in bytes of whole tensors: a file is put together in memory
 
 _dcp_logger.setLevel(logging.WARNING)  # else it makes a dictionary for each tensor
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Tells what a process does by itself, and may hang in, from where it waits for the others."""
+
+    prepare_local_plan = at_work()(HuggingFaceStorageWriter.prepare_local_plan)  # makes a folder
+    write_data = at_work()(HuggingFaceStorageWriter.write_data)
+    finish = at_work()(HuggingFaceStorageWriter.finish)
+
+
+class _Reader(HuggingFaceStorageReader):
+    """The same."""
+
+    read_metadata = at_work()(HuggingFaceStorageReader.read_metadata)
+    read_data = at_work()(HuggingFaceStorageReader.read_data)
+
 
 Others = Mapping[str, Mapping[str, Tensor]]
 """Further tensors, in groups."""
@@ -45,7 +61,7 @@ def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], o
             for key, value in moments.items():
                 place = tensors if isinstance(value, Tensor) else numbers
                 place[f"optimizers.{number}.{names[weight]}.{key}"] = value
-    writer = HuggingFaceStorageWriter(str(folder / _TENSORS), _files(tensors), save_distributed=True)
+    writer = _Writer(str(folder / _TENSORS), _files(tensors), save_distributed=True)
     with collective("checkpoint"), _as_its_cause():
         write_together(tensors, storage_writer=writer)
     if is_main:  # last: where it fails, nobody waits for this process
@@ -57,7 +73,7 @@ def save(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], o
 def load(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[Any], others: Others) -> None:
     """Read what `save` wrote, by however many processes. Raises RuntimeError where it is of other weights."""
     names = _names(models)
-    reader = HuggingFaceStorageReader(str(folder / _TENSORS))
+    reader = _Reader(str(folder / _TENSORS))
     about = reader.read_metadata().state_dict_metadata
     saved = {name: part for name, part in about.items() if isinstance(part, TensorStorageMetadata)}
     numbers = json.loads((folder / _NUMBERS).read_text(encoding="utf-8"))

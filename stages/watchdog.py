@@ -1,10 +1,14 @@
 """Who is where: each process of a stage writes it down, so that the others can name the one that died or hangs.
 
 `checkpoints/ranks/0.json` in the stage's folder is process 0's: host and pid, its phase, the steps behind it, its last
-collective, and since when it has been there. A process moves when it begins a phase, goes into a collective or comes
-out of one, or ends a step. A stage stands still when none of its processes has moved for `stop_hung_after` seconds: one
-that is slow but moves is waited for, and before there is a training state, while texts are made tokens say, nobody
-looks. No torch.
+collective, since when it has been there, and when it wrote that. A process moves when it begins a phase, goes into a
+collective or comes out of one, or ends a step. A stage stands still when none of its processes has moved for
+`stop_hung_after` seconds: one that is slow but moves is waited for, and before there is a training state, while texts
+are made tokens say, nobody looks.
+
+The one to blame is one that does not even write any more: it is stopped, or its disk hangs. Else it is one that went
+into the fewest collectives, for all go into the same ones in the same order, and of those one that does not wait. No
+torch.
 """
 
 import json
@@ -19,9 +23,9 @@ from pathlib import Path
 from rlhf.stages.signals import is_alive
 
 SECONDS_BETWEEN_WORDS = 2.0
-"""How often a process that moved writes down where it is: many share a file system."""
+"""How often a process writes down where it is: many share a file system."""
 _MANY = 8
-"""With more processes than this, those that only wait are not listed one by one."""
+"""With more processes than this, only those that may be to blame are listed, and no more of them than this."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,27 @@ class Place:
     collective: str = ""
     """The last one that it went into."""
     waits: bool = False
-    """Whether it is still in it."""
+    """Whether it is still in it, and has nothing to do there by itself."""
+    num_collectives: int = 0
+    """How many it went into since the last step ended."""
+    seen: float = 0.0
+    """When it wrote this; seconds since the epoch."""
 
     def __str__(self) -> str:
-        where = f"{self.phase} after step {self.step}"
+        where, collective = f"{self.phase} after step {self.step}", f"collective {self.collective}"
+        if self.num_collectives:
+            collective += f", no. {self.num_collectives}"
         if self.waits:
-            return f"in the collective {self.collective}, {where}"
-        return f"in {where}" + (f", last collective {self.collective}" if self.collective else "")
+            return f"in the {collective}, in {where}"
+        return f"in {where}" + (f", last {collective}" if self.collective else "")
 
     @property
     def name(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+    @property
+    def seen_ago(self) -> str:
+        return f"{_duration(time.time() - self.seen)} ago"
 
 
 class Watchdog:
@@ -77,17 +91,28 @@ class Watchdog:
 
     def move(self, phase: str | None = None, step: int | None = None) -> None:
         """This process begins a phase, or has so many steps behind it."""
-        place = self._place
-        self._place = replace(
-            place, since=time.time(), phase=phase or place.phase, step=place.step if step is None else step
-        )
+        place = replace(self._place, since=time.time(), phase=phase or self._place.phase, waits=False)
+        self._place = place if step is None else replace(place, step=step, num_collectives=0)
+
+    def go_into(self, collective: str) -> None:
+        """This process goes into a collective; whether it then waits there is not said."""
+        number = self._place.num_collectives + 1
+        self._place = replace(self._place, since=time.time(), collective=collective, num_collectives=number)
+
+    @contextmanager
+    def waiting(self, waits: bool) -> Iterator[None]:
+        """Inside, this process waits for all others, or does what they wait for."""
+        before = self._place.waits
+        self._place = replace(self._place, since=time.time(), waits=waits)
+        yield  # an error that comes out of here is of here: what it says of this place is to be true
+        self._place = replace(self._place, since=time.time(), waits=before)
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """Inside, this process waits for all others."""
-        self._place = replace(self._place, since=time.time(), collective=name, waits=True)
-        yield
-        self._place = replace(self._place, since=time.time(), waits=False)
+        self.go_into(name)
+        with self.waiting(True):
+            yield
 
     def look(self, training: bool) -> str | None:
         """Write down where this process is, and look at the others if in training it has not moved for too long.
@@ -95,11 +120,9 @@ class Watchdog:
         What to say where the stage stands still; None where it does not. For a thread that outlives a hang.
         """
         now = time.monotonic()
-        if self._place is not self._written:
+        if not training or self._place is not self._written:
             self._moved = now
-            self._write()
-        if not training:
-            self._moved = now
+        self._write()
         # The launcher ends all as soon as one has told: that is to be one that can say where in its code it hangs.
         if now - self._moved < self.limit + (self.interval if self._place.waits else 0.0):
             return None
@@ -120,15 +143,31 @@ class Watchdog:
         here = [place for place in self.places() if place.host == self._place.host]
         return next((place for place in here if not is_alive(place.pid)), None)
 
+    def silent_here(self) -> list[int]:
+        """Ids of the processes of this machine that do not write any more, where the stage stands still."""
+        return [place.pid for place in self._silent(self.places()) if place.host == self._place.host]
+
+    def _silent(self, places: list[Place]) -> list[Place]:
+        """Three of the intervals in which each writes are less than this, and clocks may differ by a minute."""
+        last = max((place.seen for place in places), default=0.0)
+        return [place for place in places if last - place.seen >= 0.75 * self.limit]
+
     def _of_a_standstill(self, places: list[Place]) -> str:
-        """The one that has not moved for longest among those that wait for nobody; where each of the others is."""
-        at_work = [place for place in places if not place.waits] or places
-        first = min(at_work, key=lambda place: place.since)
-        others = [place for place in places if place is not first and (len(places) <= _MANY or not place.waits)]
+        """Who is to blame, as far as that can be told, and where each of the others is."""
+        if blamed := self._silent(places):
+            first = min(blamed, key=lambda place: place.seen)
+            said = f"{first.name} gave its last sign of life {first.seen_ago}; it was {first}"
+        else:
+            blamed = _behind(places)
+            first = min(blamed, key=lambda place: place.since)
+            said = f"{first.name} has not moved for {_duration(time.time() - first.since)}; it is {first}"
+            if len(blamed) > 1:
+                said = f"which process is waited for cannot be told, for some came equally far: {said}"
+        others = [place for place in (blamed[:_MANY] if len(places) > _MANY else places) if place is not first]
         listed = "; ".join(f"rank {place.rank} is {place}" for place in others) or "the others wait"
         return (
-            f"it stands still: {first.name} has not moved for {_duration(time.time() - first.since)}; it is {first} "
-            f"({listed}); if it was at work, raise stop_hung_after, which is {self.limit:g} seconds"
+            f"it stands still: {said} ({listed}); if it was at work, raise stop_hung_after, which is {self.limit:g} "
+            "seconds"
         )
 
     def _write(self) -> None:
@@ -136,9 +175,17 @@ class Watchdog:
         place = self._place
         path = self.folder / f"{place.rank}.json"
         with suppress(OSError):
-            path.with_suffix(".new").write_text(json.dumps(asdict(place)), encoding="utf-8")
+            text = json.dumps(asdict(replace(place, seen=time.time())))
+            path.with_suffix(".new").write_text(text, encoding="utf-8")
             os.replace(path.with_suffix(".new"), path)
             self._written = place
+
+
+def _behind(places: list[Place]) -> list[Place]:
+    """Those that the others wait for: they have come least far, and do not wait themselves unless all of them do."""
+    least = min((place.step, place.num_collectives) for place in places)
+    found = [place for place in places if (place.step, place.num_collectives) == least]
+    return [place for place in found if not place.waits] or found
 
 
 def _duration(seconds: float) -> str:
@@ -159,6 +206,12 @@ def moved(phase: str | None = None, step: int | None = None) -> None:
         _current.move(phase, step)
 
 
+def went_into(collective: str) -> None:
+    """This process goes into a collective that cannot be told from the work around it."""
+    if _current is not None:
+        _current.go_into(collective)
+
+
 @contextmanager
 def collective(name: str) -> Iterator[None]:
     """Inside, this process waits for all others of its stage."""
@@ -166,4 +219,14 @@ def collective(name: str) -> Iterator[None]:
         yield
     else:
         with _current.collective(name):
+            yield
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """Inside, within a collective, this process does what the others wait for."""
+    if _current is None:
+        yield
+    else:
+        with _current.waiting(False):
             yield

@@ -29,7 +29,7 @@ def attend(
     The new keys and values [n,G,D] are put there, and seen too.
     """
     num, heads, size = query.shape
-    groups, width = key.shape[1], triton.next_power_of_2(size)
+    groups, width = key.shape[1], max(16, triton.next_power_of_2(size))  # tl.dot takes no less than 16
     out = torch.empty(num, heads, size, dtype=query.dtype, device=query.device)
     _attend[(num, groups)](
         query, key, value, keys, values, lengths, out, scaling, window or 2**30, softcap or 0.0,

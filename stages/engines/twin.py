@@ -88,7 +88,8 @@ class Twin:
                 for number, name in enumerate(names):
                     setattr(module, name, _Part(product, number))
         for name, layer in list(module.named_children()):
-            if isinstance(layer, BaseTunerLayer):
+            # PEFT's layers of embeddings stay as they are: tokens are looked up in the thin matrix too.
+            if isinstance(layer, BaseTunerLayer) and isinstance(_base(layer), nn.Linear | Conv1D):
                 setattr(module, name, _Part(self._product([layer]), 0))
 
     def _product(self, layers: list[Any]) -> "_Product":
@@ -105,9 +106,9 @@ class _Product(nn.Module):
         self.give_back()
 
     def give_back(self) -> None:
-        self.weight: Tensor | None = None  # [sum of outputs, inputs]
-        self.bias: Tensor | None = None
-        self.down: Tensor | None = None  # [sum of ranks, inputs]
+        self.weight: Tensor | None = None  # [sum of outputs (and of ranks), inputs]
+        self.bias: Tensor | None = None  # [the same], 0 for ranks
+        self.down: Tensor | None = None  # [sum of ranks, inputs], where it is not part of `weight`
         self.up: Tensor | None = None  # [sum of outputs, sum of ranks]
         self.parts: dict[int, Tensor] = {}
 
@@ -115,20 +116,30 @@ class _Product(nn.Module):
         bases = [_base(layer) for layer in self.layers]
         weights = [base.weight.T if isinstance(base, Conv1D) else base.weight for base in bases]
         self.sizes = [len(weight) for weight in weights]
-        self.weight = _together([weight.to(dtype) for weight in weights])
+        together = [weight.to(dtype) for weight in weights]
         if bases[0].bias is not None:
             self.bias = _together([base.bias.to(dtype) for base in bases])
         if any(isinstance(layer, BaseTunerLayer) for layer in self.layers):
             pairs = [_adapter(layer, weight) for layer, weight in zip(self.layers, weights, strict=True)]
             self.down = torch.cat([down for down, _ in pairs]).to(dtype)
             self.up = torch.block_diag(*(up for _, up in pairs)).to(dtype)
+            if len(together) > 1:  # copied anyway, and one product takes less time than two
+                if self.bias is not None:
+                    self.bias = nn.functional.pad(self.bias, (0, len(self.down)))
+                together.append(self.down)
+                self.down = None
+        self.weight = _together(together)
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
         whole = nn.functional.linear(x, self.weight, self.bias)
-        if self.down is not None and self.up is not None:
-            whole = whole + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
-        return whole
+        if self.up is None:
+            return whole
+        if self.down is None:
+            whole, thin = whole.split(list(self.up.shape), dim=-1)
+        else:
+            thin = nn.functional.linear(x, self.down)
+        return whole + nn.functional.linear(thin, self.up)
 
 
 class _Part(nn.Module):

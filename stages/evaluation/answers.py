@@ -13,7 +13,7 @@ from rlhf.data.rows import Prompt
 from rlhf.stages.engines import Engine
 from rlhf.stages.evaluation.records import EvaluationFailed
 from rlhf.stages.microbatches import pieces
-from rlhf.stages.models import PolicyModel, load_policy
+from rlhf.stages.models import PolicyModel, load_policy, stops_of
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.reward_models import Episodes
 from rlhf.stages.ppo.rewards import Rewards, response_texts
@@ -47,6 +47,7 @@ class Speaker:
     ) -> None:
         self.model = load_policy(reference, tokenizer, half(device)).to(device).eval()
         self.reader = PolicyModel(self.model)
+        self.stops = stops_of(self.model, tokenizer)
         self._compiled = compiled
 
     @cached_property
@@ -98,14 +99,15 @@ def _answers(
     asked: Questions, rows: list[int], speaker: Speaker, reference: Speaker | None, rewards: Rewards | None
 ) -> list[Answer]:
     tokenizer, law, device = asked.tokenizer, asked.settings, speaker.model.device
-    stops, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
+    stops, pad = speaker.stops, tokenizer.pad_token_id
     prompts = [asked.ids[row] for row in rows]
     sampled = speaker.engine.generate(prompts, law.max_new_tokens, law.temperature, stops, pad)
     responses, mask = sampled.tokens.to(device), sampled.mask.to(device)  # [B,R]
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad))  # [B,P]
     ids, attended = torch.cat([prompt_ids, responses], 1), torch.cat([prompt_mask, mask], 1)
-    ended = torch.isin(responses, torch.tensor(stops, device=device)).any(-1)
-    texts = response_texts(tokenizer, responses, mask)
+    stopped = mask & torch.isin(responses, torch.tensor(stops, device=device))  # [B,R]
+    ended = stopped.any(-1)
+    texts = response_texts(tokenizer, responses, mask, stops)
     kl: list[float | None] = [None] * len(rows)
     if reference is speaker:
         kl = [0.0] * len(rows)
@@ -114,7 +116,8 @@ def _answers(
     scores: list[float | None] = [None] * len(rows)
     if rewards is not None:
         told = [asked.prompts[row] for row in rows]
-        episodes = Episodes(ids, attended, mask, ended, told, texts, law.microbatch_tokens or TOKENS_AT_ONCE)
+        scored = torch.cat([prompt_ids, responses.masked_fill(stopped, tokenizer.eos_token_id)], 1)  # as in PPO
+        episodes = Episodes(scored, attended, mask, ended, told, texts, law.microbatch_tokens or TOKENS_AT_ONCE)
         try:
             scores = [*rewards(episodes, law.microbatch_size)[0].tolist()]
         except ValueError as error:  # of a function, or a score that is no finite number

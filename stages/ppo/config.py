@@ -225,7 +225,7 @@ class PPOSettings(StageSettings):
     ptx_coef: float = Field(0.0, ge=0)
     """Weight of the language-modelling loss on ptx_data, here a mean per token. [InstructGPT, eq. 2]"""
     ptx_data: Source | None = None
-    """Raw text for ptx_coef, for instance ${pretrain.data}."""
+    """Raw text for ptx_coef, for instance ${pretrain.data}; eval_share of it is held out, as in pretrain."""
     ptx_batch_size: int = Field(32, ge=1)
     """Blocks of raw text per optimiser step, over all processes."""
     ptx_block_size: int = Field(256, ge=2)

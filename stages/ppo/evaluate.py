@@ -12,7 +12,7 @@ from rlhf.data.rows import Prompt, prompt_text
 from rlhf.stages.disk import replace_text
 from rlhf.stages.engines import Engine
 from rlhf.stages.judge import judge_answers
-from rlhf.stages.models import PolicyModel
+from rlhf.stages.models import PolicyModel, stops_of
 from rlhf.stages.out_of_memory import within_memory
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.rewards import Rewards, response_texts
@@ -83,18 +83,18 @@ class Evaluator:
         if not rows:
             engine.generate([], settings.max_new_tokens, settings.temperature, [], 0)
             return []
+        stops = stops_of(policy.model, self.tokenizer)
 
         def answer() -> Rollout:
             give_room(run, engine)
             return collect(
                 engine, policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
-                [self.asked[i] for i in rows], settings, [self.tokenizer.eos_token_id], self.tokenizer,
-                run.microbatch_size,
+                [self.asked[i] for i in rows], settings, stops, self.tokenizer, run.microbatch_size,
             )  # fmt: skip
 
         with run.accelerator.autocast():
             rollout = within_memory(run, len(rows), answer)
-        texts = response_texts(self.tokenizer, rollout.responses, rollout.mask)
+        texts = response_texts(self.tokenizer, rollout.responses, rollout.mask, stops)
         columns = (rollout.scores, rollout.kl, rollout.ended, rollout.lengths)
         return [
             Answer(self.prompts[i], text, score, None, kl, ended, length)

@@ -44,7 +44,7 @@ from rlhf.stages.sharding import evenly
 class Episodes:
     """B responses as ids and as text, in the order of the rollout."""
 
-    input_ids: Tensor  # [B,T] prompt and response
+    input_ids: Tensor  # [B,T] prompt and response, whose stop token is eos here, as in a reward model's training
     attention_mask: Tensor  # [B,T] True on prompt tokens and on the response up to its stop token
     mask: Tensor  # [B,R] True on the response up to its stop token
     ended: Tensor  # [B] True where the response has a stop token

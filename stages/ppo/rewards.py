@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf.data.errors import DataError, SettingsError, named_error, told_as
 from rlhf.data.rows import Prompt, prompt_text
 from rlhf.data.sources import load_function
-from rlhf.data.tokens import encode_prompt
+from rlhf.data.tokens import answer_texts, encode_prompt
 from rlhf.stages.models import ScalarModel, check_hand_over, hand_over
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.reward_models import Episodes, ModelReward, PairReward, load_reward_model
@@ -201,10 +201,10 @@ def load_rewards(
     return Rewards(models, functions, settings.ensemble, settings.ensemble_penalty)
 
 
-def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Tensor, mask: Tensor) -> list[str]:
+def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Tensor, mask: Tensor, stops: list[int]) -> list[str]:
     """Text of each response [B,R] up to its stop token, as reward functions, judges and people see it."""
-    kept = [row[counts].tolist() for row, counts in zip(responses, mask, strict=True)]
-    return [text.strip() for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
+    kept = (row[counts].tolist() for row, counts in zip(responses, mask, strict=True))
+    return answer_texts(tokenizer, kept, stops)
 
 
 def _new_name(reference: str, taken: list[str]) -> str:

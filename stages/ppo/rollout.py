@@ -136,11 +136,14 @@ def collect(
     mask = sampled.mask.to(device)
     input_ids = torch.cat([prompt_ids, responses], dim=1)
     attention_mask = torch.cat([prompt_mask, mask], dim=1)
-    ended = torch.isin(responses, torch.tensor(stop_token_ids, device=device)).any(-1)
-    texts = response_texts(tokenizer, responses, mask)
+    stopped = mask & torch.isin(responses, torch.tensor(stop_token_ids, device=device))  # [B,R]
+    ended = stopped.any(-1)
+    texts = response_texts(tokenizer, responses, mask, stop_token_ids)
     doing("the rollout", input_ids[:microbatch_size])
     limit = settings.microbatch_tokens
-    episodes = Episodes(input_ids, attention_mask, mask, ended, asked, texts, limit)
+    # Reward models learned that answers end with eos, also where this policy ends them with another token.
+    scored = torch.cat([prompt_ids, responses.masked_fill(stopped, tokenizer.eos_token_id)], dim=1)
+    episodes = Episodes(scored, attention_mask, mask, ended, asked, texts, limit)
     with placed(device, settings.offload, reference, rewards):
         logprobs, ref_logprobs, entropy, values = torch.zeros(4, *mask.shape, device=device)
         # The critic is asked about every slot that may be rewarded, also about one after the end.

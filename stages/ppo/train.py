@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.collate import batch_indices, blocks
-from rlhf.data.rows import read_text
-from rlhf.data.tokens import encode_documents
+from rlhf.data.collate import Blocks, batch_indices
+from rlhf.data.documents import plain_documents
 from rlhf.stages.bad_numbers import count_in_a_row
 from rlhf.stages.budget_ppo import described, memory
+from rlhf.stages.checkpoints import saying_what_cannot_be_written
 from rlhf.stages.microbatches import pieces
-from rlhf.stages.models import check_positions, hand_over, load_tokenizer
+from rlhf.stages.models import check_sampled, hand_over, load_tokenizer, stops_of
 from rlhf.stages.out_of_memory import explained, within_memory
 from rlhf.stages.ppo.ahead import Ahead
 from rlhf.stages.ppo.config import PPOSettings
@@ -36,6 +36,7 @@ from rlhf.stages.ppo.work import Work
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
+from rlhf.stages.token_cache import TokenCache, tell
 
 
 @explained
@@ -54,14 +55,14 @@ def train(folder: str | Path) -> dict[str, Any]:
     rewards, reference = roles.rewards, roles.reference
     rewards.check_prompts([*prompts, *eval_prompts])
     longest = settings.max_prompt_length + settings.max_new_tokens
-    check_positions("ppo.max_prompt_length + ppo.max_new_tokens", longest, roles.policy.model)
+    check_sampled("ppo.max_prompt_length + ppo.max_new_tokens", longest, roles.policy.model)
     policy, critic, *optimizers = prepare(run, roles)
     per_prompt = settings.num_samples_per_prompt
     batch_size = settings.rollout_batch_size
     run.batch_size("rollout_batch_size / num_minibatches", batch_size // settings.num_minibatches, batch_size)
     if settings.ptx_data is not None:
         run.batch_size("ptx_batch_size", settings.ptx_batch_size, settings.ptx_batch_size)
-    stops = [tokenizer.eos_token_id]
+    stops = stops_of(roles.policy.model, tokenizer)
     update = Updater(run, policy, critic, optimizers, ptx_blocks(run, tokenizer))
     engine = policy_engine(run, roles.policy)
     engine.sync(roles.policy.model)
@@ -164,13 +165,20 @@ def schedule(iteration: int, settings: PPOSettings) -> float:
     return warmup * fall[settings.schedule]
 
 
-def ptx_blocks(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Raw text for the pretraining gradients, in blocks [N, T + 1]."""
+def ptx_blocks(run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase) -> Blocks | None:
+    """Raw text for the pretraining gradients, in blocks [N, T + 1]: the run's own, which pretrain may have made.
+
+    What pretrain holds out of the same text is held out here, too, and is new to the policy when it is evaluated.
+    """
     settings = run.settings
     if settings.ptx_data is None:
         return None
-    tokens = encode_documents(tokenizer, read_text(settings.ptx_data, settings.max_dropped).rows)
-    return blocks(tokens, settings.ptx_block_size, "ppo.ptx_data")
+    documents = plain_documents(settings.ptx_data, settings.eval_share, settings.max_dropped, "ppo", "ptx_data")
+    cache = TokenCache(run.folder, documents, {"data": run.identity.data["ptx_data"]})
+    with saying_what_cannot_be_written(run.folder, cache.root.name):
+        tokens = cache.make(tokenizer, run.say)
+    tell(run.say, "ppo", [part | {"name": "ptx_data"} for part in tokens.sources])
+    return Blocks(tokens.train, settings.ptx_block_size, "ppo.ptx_data")
 
 
 def rollout_stats(

@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from rlhf.data.collate import batch_indices
+from rlhf.data.collate import Blocks, batch_indices
 from rlhf.stages.bad_numbers import described, take_step, tell_skipped
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel
@@ -33,7 +33,7 @@ class Updater:
         policy: torch.nn.Module,
         critic: torch.nn.Module | None,
         optimizers: list[torch.optim.Optimizer],
-        ptx_blocks: Tensor | None,
+        ptx_blocks: Blocks | Tensor | None,
     ) -> None:
         self.run, self.policy, self.critic = run, policy, critic
         self.learners = [("policy", policy, optimizers[0])]
@@ -143,7 +143,7 @@ class Updater:
         assert self.critic is not None
         values = response_values(self.critic, part.input_ids, part.attention_mask, part.mask.shape[1])
         loss, stats = self._value_loss(values, part, learned, num_values)
-        self._backward(loss)
+        self.run.backward(loss)
         return stats
 
     def _value_loss(
@@ -190,7 +190,7 @@ class Updater:
         if values is not None:
             of_values, more = self._value_loss(values, part, learned, num_values)
             loss, stats = loss + settings.value_coef * of_values, stats | more
-        self._backward(loss)
+        self.run.backward(loss)
         return stats
 
     def _ptx_backward(self, step: int) -> Tensor:
@@ -207,12 +207,9 @@ class Updater:
             loss = -logprobs.sum() / (settings.ptx_batch_size * length)
             if values is not None:
                 loss = loss + 0.0 * values.sum()  # DDP waits for a gradient of every weight
-            self._backward(settings.ptx_coef * loss)
+            run.backward(settings.ptx_coef * loss)
             total += loss.detach()
         return total
-
-    def _backward(self, loss: Tensor) -> None:
-        self.run.accelerator.backward(loss * self.run.num_processes)  # DDP averages gradients over processes
 
 
 def _of_all(run: Runtime[PPOSettings], shares: dict[str, Tensor]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf.data.tokens import ROLE_TOKENS, ensure_chat_template
 from rlhf.stages.models import load_tokenizer
 from rlhf.stages.pretrain.config import TRAINED_TOKENIZERS, PretrainSettings
+from rlhf.stages.token_files import num_ids
 
 END_OF_TEXT, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|unk|>"
 
@@ -75,8 +76,3 @@ def train_tokenizer(texts: Iterable[str], settings: PretrainSettings) -> PreTrai
 def padded_vocab_size(tokenizer: PreTrainedTokenizerBase, multiple: int) -> int:
     """Embeddings for all tokens, rounded up to a multiple."""
     return -(-num_ids(tokenizer) // multiple) * multiple
-
-
-def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the highest id; some tokenizers leave ids out."""
-    return max(tokenizer.get_vocab().values()) + 1

@@ -20,7 +20,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import copy_folder
-from rlhf.stages.models import compile_layers, hand_over, num_positions, save_folder
+from rlhf.stages.models import compile_layers, hand_over, num_positions, save_folder, stops_of
 from rlhf.stages.optimizers import adamw, learning_rate_at, scaled_step, set_learning_rate, trained
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -57,7 +57,6 @@ def train(folder: str | Path) -> dict[str, Any]:
     run.say(
         f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer):,}, {corpus.rows.num_tokens:,} training "
         f"tokens, {held_out.num_tokens:,} held out (measured on {len(held_out):,} whole blocks of {held_out.length:,})"
-        f"; {run.precision} on {run.device_name}"
     )
     run.seed(per_process=True)  # dropout differs between processes
     step, health = run.resume(), Health(settings, run.state)
@@ -172,7 +171,7 @@ def optimise(
         for micro in run.microbatches(rows, loss_of):
             doing("the update", batch[micro])
             loss = loss_of(**inputs_of(run, batch[micro], eos)) / num_tokens
-            run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
+            run.backward(loss)
             total += loss.detach()
         return total
 
@@ -268,7 +267,7 @@ def show_samples(
     with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
         room = num_positions(model) - max(map(len, prompts))
-        length, stops = min(settings.sample_length, room), [tokenizer.eos_token_id]
+        length, stops = min(settings.sample_length, room), stops_of(model, tokenizer)
         engine = make_engine(model, dtype=run.low_precision)
         found = engine.generate(prompts, length, 1.0, stops, tokenizer.pad_token_id).tokens
     model.train()

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.rows import Messages, Ranking, prompt_text
-from rlhf.data.tokens import encode_prompt
+from rlhf.data.tokens import answer_texts, encode_prompt
 from rlhf.stages.disk import replace_text, sync
 from rlhf.stages.endpoint import ChatModel
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.judge import judge_answers
-from rlhf.stages.models import load_policy
+from rlhf.stages.models import load_policy, stops_of
 from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
@@ -117,15 +117,12 @@ def _from_backbone(
     room = settings.max_length - settings.max_new_tokens
     encoded = [encode_prompt(tokenizer, prompt, max_length=room) for prompt in prompts]
     engine = make_engine(policy, dtype=run.low_precision, compiled=True)
+    stops = stops_of(policy, tokenizer)
+    law = settings.max_new_tokens, settings.temperature, stops, tokenizer.pad_token_id
 
     def answer(rows: list[int]) -> list[str]:
         doing("sampling")
-        responses = engine.generate(
-            [encoded[i] for i in rows], settings.max_new_tokens, settings.temperature, [tokenizer.eos_token_id],
-            tokenizer.pad_token_id,
-        ).tokens  # fmt: skip
-        texts: list[str] = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        return texts
+        return answer_texts(tokenizer, engine.generate([encoded[i] for i in rows], *law).tokens.tolist(), stops)
 
     return answer
 

@@ -124,7 +124,9 @@ def scores_of_others(run: Runtime[RewardSettings], data: list[Ranked]) -> Others
                 places.append(place)
         scores: list[list[float] | None] = [None] * len(data)
         bad = 0
-        for place, its_scores in zip(places, all_scores(run, model, read, tokenizer.pad_token_id), strict=True):
+        with run.watched():
+            read_scores = all_scores(run, model, read, tokenizer.pad_token_id)
+        for place, its_scores in zip(places, read_scores, strict=True):
             if all(map(math.isfinite, its_scores)):
                 scores[place] = its_scores
             else:

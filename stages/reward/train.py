@@ -233,7 +233,7 @@ def optimise(
             if settings.margin_scale:
                 loss = of_ranking(scores, part.ranks, part.mask, margin=margins(part.strengths, settings.margin_scale))
             loss = loss + settings.lm_coef * lm_loss
-            run.accelerator.backward(loss * run.num_processes)  # DDP averages gradients over processes
+            run.backward(loss)
             totals += torch.stack([plain.detach(), lm_loss.detach()])
         return totals
 

@@ -1,7 +1,7 @@
 """Settings of the SFT stage."""
 
 import ast
-import importlib.util
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +71,21 @@ class SFTSettings(StageSettings):
             if name not in known:
                 listed = "TRL's page on SFTConfig lists them"
                 raise ValueError(f"trl.SFTConfig has no field '{name}'; {nearest(name, sorted(known), listed)}")
+        of_liger = args.get("liger_kernel_config")
+        if isinstance(of_liger, dict) and of_liger.get("fused_linear_cross_entropy"):
+            raise ValueError("'liger_kernel_config': leave fused_linear_cross_entropy out; the stage has its own loss")
         return args
+
+    def why_no_liger(self, on_gpu: bool) -> str | None:
+        """Why Liger's kernels cannot be had for the stage; None where they can, or are not asked for."""
+        where, cure = "sft.args.use_liger_kernel", "or leave it out"
+        if not self.args.get("use_liger_kernel"):
+            return None
+        if not on_gpu:
+            return f"{where}: Liger's kernels need a GPU, and the stage is on the CPU; use one, {cure}"
+        if find_spec("liger_kernel") is None:
+            return f"{where}: needs liger-kernel, which is not installed; `pip install rlhf-toolkit[liger]`, {cure}"
+        return None
 
 
 def _trainer_fields() -> set[str]:
@@ -80,7 +94,7 @@ def _trainer_fields() -> set[str]:
     for package, file in (
         ("trl", "trainer/base_config.py"), ("trl", "trainer/sft_config.py"), ("transformers", "training_args.py"),
     ):  # fmt: skip
-        spec = importlib.util.find_spec(package)
+        spec = find_spec(package)
         path = Path(spec.origin).parent / file if spec and spec.origin else None
         if path is None or not path.exists():
             continue

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 from trl import SFTConfig
 
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
 from rlhf.data.tokens import EncodedRows, encode_example
 from rlhf.stages.adapters import lora_config, save_adapter
@@ -35,6 +35,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     assert settings.model is not None  # read_settings' caller filled it in; identify() refuses otherwise
     tokenizer = load_tokenizer(settings.model)
     run = Runtime(settings, folder)
+    if problem := settings.why_no_liger(run.device.type == "cuda"):
+        raise RefusedError(problem)
     encoded, eval_encoded = (encode_rows(run, tokenizer, rows) for rows in read_rows(run))
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(encoded))
     num_steps = run.num_steps = math.ceil(settings.num_epochs * len(encoded) / batch_size)
@@ -46,12 +48,15 @@ def train(folder: str | Path) -> dict[str, Any]:
     trained, reading = trainer.model, trainer.reading
     if settings.packing and not reading.packed:
         run.say("sft.packing has no effect: this model, or its attention on this device, does not keep rows apart")
+    if settings.args.get("use_liger_kernel") and not liger_knows(model):
+        run.say(f"sft.args.use_liger_kernel has no effect: Liger has no kernels for {model.config.model_type} models")
 
     def evaluate() -> float:
         with gathered(trained):
             return held_out_loss(run, trained.get_base_model() if settings.lora else trained, eval_encoded, reading)
 
-    base_eval_loss = evaluate()  # an adapter changes nothing yet
+    with run.watched():
+        base_eval_loss = evaluate()  # an adapter changes nothing yet
     if not math.isfinite(base_eval_loss):
         raise RuntimeError(f"sft.model: its held-out loss is {base_eval_loss} before any training; take another model")
     trainer.go_on_from(run.newest_checkpoint())
@@ -100,6 +105,13 @@ def encode_rows(
             raise DataError(f"sft.max_length: {text}; nothing is left to train on, raise it")
         run.say(f"{text} and are left out")
     return kept
+
+
+def liger_knows(model: PreTrainedModel) -> bool:
+    """Whether Liger has kernels for the model's family; else it leaves the model as it is, in silence."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # of an extra
+
+    return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def build_trainer(

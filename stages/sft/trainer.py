@@ -39,6 +39,13 @@ class CheckpointedTrainer(SFTTrainer):
         super().__init__(**options)
         self.run, self.rows, self.batch_size, settings = run, rows, batch_size, run.settings
         self.accelerator.ddp_handler = DDP()  # its accelerator is not the run's
+        backward = self.accelerator.backward
+
+        def marked(loss: Tensor, **named: Any) -> None:
+            with run.reducing():
+                backward(loss, **named)
+
+        self.accelerator.backward = marked
         decoder = self.model.get_base_model() if settings.lora else self.model
         give_losses(decoder, self)
         run.spread(self.model)

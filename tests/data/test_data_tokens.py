@@ -285,13 +285,14 @@ def test_special_tokens_spelt_in_a_document_stay_text(tokenizer: Any) -> None:
     assert tokenizer("<s>")["input_ids"] == [BOS]  # only our own calls are changed
 
 
+@pytest.mark.parametrize("text", ["the fox\n\n  jumps\nover 12\nthe blue\n", "the fox.\n\nblue 12\n\n"])
 def test_a_long_document_encoded_line_by_line_has_the_ids_of_the_whole(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     pieces = []
     encode = tokens._text_ids
     monkeypatch.setattr(tokens, "_text_ids", lambda t, text: pieces.append(text) or encode(t, text))
-    text = "the fox\n\n  jumps\nover 12\nthe blue\n" * 40
+    text *= 80
     [whole] = encode_documents(tokenizer, [text])
     monkeypatch.setattr(tokens, "_LONG", 100)
     assert list(encode_documents(tokenizer, ["a", text, "b"])) == [

@@ -1,5 +1,7 @@
 """Settings that do not go with several processes, spread models or the CPU are refused before a stage trains."""
 
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.pipeline import preflight, runner
 from rlhf.pipeline.fits import misfits
 from rlhf.pipeline.recipe import load_recipe
+from rlhf.stages.sft import config
 
 RUN = Path("run")
 TWO = "num_processes=2"
@@ -79,6 +82,24 @@ def test_a_precision_that_the_cpu_does_not_have(world: Path, stages: FakeStages,
     for overrides in ((cpu,), (TWO,), ("accelerate_config=ddp", TWO)):
         assert refused(*overrides, "sft.precision=bf16").startswith("sft.precision: bf16 needs a GPU")
     assert problems("sft", 0, "sft.precision=fp16") == []  # the stage looks for a GPU itself
+
+
+def test_kernels_of_liger_need_a_gpu_and_the_package(
+    world: Path, stages: FakeStages, gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liger, specs = "sft.args={use_liger_kernel: true}", dict[str, ModuleSpec | None](liger_kernel=None)
+    monkeypatch.setattr(config, "find_spec", lambda name: specs[name] if name in specs else find_spec(name))
+    said = refused(liger)
+    assert said.startswith("sft.args.use_liger_kernel: needs liger-kernel, which is not installed; `pip install rlhf-")
+    specs["liger_kernel"] = find_spec("trl")
+    assert problems("sft", 8, liger) == []
+    for overrides in (("accelerate_config=cpu2",), ()):
+        said = refused(liger, *overrides)
+        assert said.startswith(
+            "sft.args.use_liger_kernel: Liger's kernels need a GPU, and the stage is on the CPU; use"
+        )
+        gpus.append(0)
+    assert stages.trained == []
 
 
 def test_a_second_gpu_for_each_process_has_to_be_there(world: Path, stages: FakeStages, gpus: list[int]) -> None:

@@ -126,13 +126,18 @@ def test_text_is_counted_out_source_by_source_before_anything_trains(world: Path
         run("pretrain.data=[text.jsonl,more.jsonl]")
     said = run("pretrain.data=[text.jsonl,more.jsonl]", "pretrain.max_dropped=0.5")
     assert any(line.startswith("pretrain.data[1]: kept 1 of 3 rows; 1 ×") for line in said)
+    with pytest.raises(DataError, match=r"more\.jsonl row 2: .*kept 1 of 3 rows"):
+        run("ppo.ptx_coef=1", "ppo.ptx_data=more.jsonl")
+    said = run("ppo.ptx_coef=1", "ppo.ptx_data=more.jsonl", "ppo.max_dropped=0.5")
+    assert any(line.startswith("ppo.ptx_data: kept 1 of 3 rows; 1 ×") for line in said)
 
 
 def test_text_that_streams_is_left_to_the_stage_which_downloads_it_once(
     world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Documents, "survey", None)  # is not called
-    run("pretrain.data={path: owner/name, streaming: true}")
+    streamed = "{path: owner/name, streaming: true}"
+    run(f"pretrain.data={streamed}", "ppo.ptx_coef=1", f"ppo.ptx_data={streamed}")
     assert stages.trained[0] == "pretrain"
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +231,52 @@ def test_an_adapter_of_another_shape_or_with_missing_weights_is_refused(tmp_path
         adapters.load_adapter(adapters.shared_copy(base), tmp_path)
 
 
-@pytest.mark.parametrize("names", [["query", "value"], "q"])
+@pytest.mark.parametrize("names", [["query", "value"], "q", ["norm"]])
 def test_layers_that_are_not_there_are_refused_with_those_that_are(names: Any) -> None:
-    with pytest.raises(RefusedError, match=r"lora\.target_modules: .* names no layer; there are \[.*'q_proj'"):
+    with pytest.raises(RefusedError, match=r"lora\.target_modules: .* names no layer, .*; there are \[.*'q_proj'"):
         adapters.add_lora(tiny_policy(), LoraSettings(target_modules=names))
+
+
+@pytest.mark.parametrize(("shape", "tied", "name"), [
+    ("llama", False, "lm_head"), ("llama", True, "lm_head"), ("llama", True, "model.embed_tokens"),
+    ("gpt2", True, "wte"), ("gpt2", False, "lm_head"),
+])  # fmt: skip
+def test_what_makes_the_logits_is_not_adapted_nor_embeddings_that_are_the_same_weight(
+    shape: str, tied: bool, name: str
+) -> None:
+    """Merged, it would change both uses of the weight; and that of the head would learn nothing from its weight."""
+    model = tied_or_not(shape, tied)
+    for make in (adapters.add_lora, adapters.lora_config):  # the latter for SFT, whose trainer puts it in
+        with pytest.raises(RefusedError, match=rf"target_modules: '{name}': .* logits cannot be adapted.*leave it out"):
+            make(model, LoraSettings(target_modules=["q_proj", "c_attn", name]))
+
+
+@pytest.mark.filterwarnings("ignore:.*save_embedding_layers")
+@pytest.mark.parametrize(("shape", "name"), [("llama", "embed_tokens"), ("gpt2", "wte"), ("gpt2", "wpe")])
+def test_embeddings_of_their_own_are_adapted_saved_and_merged(shape: str, name: str, tmp_path: Path) -> None:
+    base = tied_or_not(shape, tied=False)
+    model = adapters.shared_copy(base)
+    adapters.add_lora(model, LoraSettings(r=2, alpha=4, target_modules=[name]))
+    stir(model)
+    adapters.save_adapter(tmp_path, model)
+    expected = model(IDS).logits
+    assert (expected - base(IDS).logits).abs().max() > 1
+    embeddings = model.get_submodule(next(key for key, _ in model.named_modules() if key.endswith(f".{name}")))
+    loaded = adapters.shared_copy(base)
+    adapters.load_adapter(loaded, tmp_path)
+    assert torch.equal(loaded(IDS).logits, expected)
+    merged = adapters.merged(deepcopy(base), tmp_path)
+    torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-4, rtol=0)
+    whole = adapters.merged_weight(embeddings)
+    torch.testing.assert_close(whole, dict(merged.named_modules())[f"{merged.base_model_prefix}.{name}"].weight)
+
+
+def tied_or_not(shape: str, tied: bool) -> Any:
+    """A tiny decoder whose input embeddings and head are one weight, or two."""
+    config = tiny_policy(shape).config
+    config.tie_word_embeddings = tied
+    torch.manual_seed(0)
+    return type(tiny_policy(shape))(config).eval()
 
 
 # --- a reward model as an adapter

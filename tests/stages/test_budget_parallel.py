@@ -16,6 +16,8 @@ from rlhf.stages.sft.config import SFTSettings
 LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64  # attention, feed-forward, norms
 REST = 2 * 2048 * 64 + 64  # embeddings and head, the last norm
 ALL = 3 * LAYER + REST
+GATHERED = 2 * 3 * LAYER + 4 * REST
+"""Bytes of weights in float32 where layers are gathered in bf16."""
 
 
 @pytest.fixture
@@ -45,31 +47,34 @@ def test_ddp_sums_gradients_up_in_their_own_type_behind_the_last_backward_pass()
 
 def test_weights_in_parts_are_gathered_twice_and_gradients_scattered_in_each_microbatch() -> None:
     found = updating([policy()], case("bf16", 4, "fsdp2"), num_steps=3, num=2)
-    assert found.sent == 3 * 2 * (3 / 4) * (2 + 1) * 2 * ALL
-    assert found.weights == 2 * (2 * LAYER + REST)  # the layer under way and the next, and what is in no layer
-    assert found.gradients == 2 * REST  # of what has more, in two bytes
+    # Gradients are summed up in float32.
+    assert found.sent == 3 * 2 * (3 / 4) * (2 * GATHERED + 4 * ALL)
+    assert found.weights == 2 * 2 * LAYER + 4 * REST  # the layer under way and the next, and what is in no layer
+    assert found.gradients == 4 * REST  # of what has more
     assert found.hidden == 1
     assert updating([policy()], case("fp32", 4, "fsdp2")).sent == (3 / 4) * 3 * 4 * ALL
 
 
-def test_zero2_scatters_gradients_in_each_microbatch_and_gathers_the_new_weights_once() -> None:
-    found = updating([policy()], case("bf16", 4, "zero2"), num_steps=3, num=2)
-    assert found == Exchange(gradients=2 * REST, sent=3 * (3 / 4) * (2 + 1) * 2 * ALL, hidden=(2 / 3) / 2)
+def test_zero2_gathers_weights_once_in_a_microbatch_and_keeps_those_of_models_that_only_read() -> None:
+    found = updating([policy(), policy()], case("bf16", 4, "zero2"), 3, 2, others=[policy(torch.bfloat16)])
+    sent = 3 * 2 * (3 / 4) * 2 * (GATHERED + 4 * ALL)
+    assert found == Exchange(weights=GATHERED + 2 * ALL, gradients=4 * REST, sent=sent, hidden=1)
 
 
 def test_frozen_weights_are_gathered_and_have_no_gradients() -> None:
     model = policy().requires_grad_(False)
     model.get_output_embeddings().weight.requires_grad_(True)
     found = updating([model], case("bf16", 4, "fsdp2"))
-    assert found.sent == (3 / 4) * (2 * 2 * ALL + 2 * 2048 * 64)
+    assert found.sent == (3 / 4) * (2 * GATHERED + 4 * 2048 * 64)
     assert updating([model], case("bf16", 4)).sent == 2 * (3 / 4) * 4 * 2048 * 64
 
 
 def test_models_that_read_gather_their_weights_once_for_each_pass() -> None:
     found = reading([policy(), policy()], case("bf16", 4, "fsdp2"), num=5)
-    assert found.sent == 5 * (3 / 4) * 2 * 2 * ALL
-    assert found.weights == 2 * (2 * LAYER + REST)  # one after the other
-    assert reading([policy()], case("bf16", 4, "zero2"), 5) == Exchange()
+    assert found.sent == 5 * (3 / 4) * 2 * GATHERED
+    assert found.weights == 2 * 2 * LAYER + 4 * REST  # one after the other
+    kept = reading([policy(), policy()], case("bf16", 4, "zero2"), 5)
+    assert kept == Exchange(2 * GATHERED, sent=(3 / 4) * 2 * GATHERED, hidden=1)
 
 
 def test_an_engine_here_has_the_whole_model_and_waits_for_it() -> None:
@@ -82,8 +87,7 @@ MOST = {"update": {"weights": 100.0 * GIB, "gradients": 400.0 * GIB, "activation
 
 
 @pytest.mark.parametrize(("layout", "weights", "gradients", "optimiser"), [
-    ("ddp", 800 + 100, 400, 1600), ("zero2", 800 + 100, 400 / 4 + 5, 1600 / 4),
-    ("fsdp2", 800 / 4 + 30, 400 / 4 + 5, 1600 / 4),
+    ("ddp", 800 + 100, 400, 1600), ("fsdp2", 800 / 4 + 30, 400 / 4 + 5, 1600 / 4),
 ])  # fmt: skip
 def test_a_process_holds_its_part_and_what_is_whole_at_one_time(
     layout: str, weights: float, gradients: float, optimiser: float
@@ -118,8 +122,23 @@ def test_ppo_in_parts_has_the_whole_policy_while_it_samples_and_a_part_of_the_re
     assert rollout.gib["weights"] * GIB == pytest.approx(held / 8 + 2 * ALL, rel=1e-3)
     assert rollout.sent == (7 / 8) * 2 * ALL
     # Two microbatches of one episode: policy, critic, reference and reward model read each of them.
-    assert scoring.sent == 2 * (7 / 8) * 2 * (2 * ALL + 2 * scalar)
-    assert update.sent == 2 * 2 * (7 / 8) * 3 * 2 * (ALL + scalar)
+    of_learners = 2 * 2 * 3 * LAYER + 4 * (REST + scalar - 3 * LAYER)
+    assert scoring.sent == 2 * (7 / 8) * (of_learners + 2 * (ALL + scalar) + 2 * 64)
+    assert update.sent == 2 * 2 * (7 / 8) * (2 * of_learners + 4 * (ALL + scalar))
+
+
+@pytest.mark.usefixtures("untraced")
+def test_each_role_of_adapters_has_a_base_of_its_own_where_models_lie_in_parts() -> None:
+    settings = ppo_settings(layout="adapters", rollout_batch_size=16)
+    asked = replace(case("bf16"), reward_lora=settings.lora)
+    shared = budget_ppo.ppo(settings, asked)[1].gib["weights"] * GIB
+    eighth, sixteenth = (
+        budget_ppo.ppo(settings, replace(asked, num_processes=n, layout="fsdp2"))[1].gib["weights"] * GIB
+        for n in (8, 16)
+    )
+    # Policy, reference, critic and reward model; the critic's and the reward model's has no head.
+    bases = 2 * (4 * ALL - 2 * 2048 * 64)
+    assert 16 * (eighth - sixteenth) == pytest.approx(shared - 2 * ALL + bases, rel=1e-3)
 
 
 @pytest.mark.usefixtures("untraced")

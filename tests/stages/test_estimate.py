@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from estimate_world import PPO, PRETRAIN, REWARD, SFT, request, shape
 from stages_world import TINY
+from torch import nn
+from transformers import FalconConfig, MambaConfig, MixtralConfig
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages import budget_changes, budget_recipe, devices, estimate
+from rlhf.stages.adapters import save_head
 from rlhf.stages.budget import Phase
 from rlhf.stages.budget_recipe import Request, config_of
 from rlhf.stages.budget_seconds import BANDWIDTH, COMPILED, DECODED, LAYER, LINKS, PLAIN, seconds, sending
@@ -127,12 +130,35 @@ def test_a_model_that_is_not_there_is_refused_by_its_setting(tmp_path: Path) -> 
         answer(request(sft=SFT))
 
 
+@pytest.mark.parametrize("config", [
+    MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  num_key_value_heads=1, num_local_experts=2),
+    MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1),
+    FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # of kernels for state-space layers that are not there
+def test_a_model_whose_layers_cannot_be_traced_is_refused_with_what_to_do_instead(config: Any, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RefusedError, match=rf"sft\.model: a model of type {config.model_type} cannot be traced"):
+        answer(request(sft={**SFT, "model": str(tmp_path)}))
+
+
 def test_a_precision_that_the_device_lacks_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"pretrain\.precision: bf16 is not supported by T4; use auto or fp32"):
         answer(Request({"pretrain": {**PRETRAIN, "precision": "bf16"}}, {}, "t4"))
     assert answer(Request({"pretrain": PRETRAIN}, {}, "t4"))["stages"]["pretrain"]["precision"] == "fp16"
     chain = Request({"pretrain": PRETRAIN, "sft": SFT}, {}, "t4")
     assert answer(chain)["stages"]["sft"]["precision"] == "fp32"
+
+
+def test_a_reward_model_counts_as_an_adapter_where_it_can_be_loaded_as_one(tmp_path: Path) -> None:
+    shape().save_pretrained(tmp_path)
+    ppo = {**PPO, "model": str(tmp_path), "reward_model": str(tmp_path), "layout": "adapters"}
+    whole = answer(request(ppo=ppo))["stages"]["ppo"]["peak_gib"]
+    (tmp_path / "adapter").mkdir()  # empty
+    assert answer(request(ppo=ppo))["stages"]["ppo"]["peak_gib"] == whole
+    save_head(tmp_path / "adapter", nn.Linear(4, 1))
+    assert answer(request(ppo=ppo))["stages"]["ppo"]["peak_gib"] < whole
 
 
 # --- what to change

@@ -149,6 +149,20 @@ def test_compiled_steps_keep_what_products_read_and_make() -> None:
     assert fused < 0.8 * plain
 
 
+def test_of_a_compiled_layer_and_its_adapter_the_sum_alone_is_kept() -> None:
+    layers = linear(), linear()
+    footprint = Footprint(0, "layers")
+    with footprint.of(*layers):
+        footprint.at("it")
+        x = torch.zeros(4, 256)
+        kept = layers[0](x)  # x and this: 4096 bytes each
+        with_adapter = kept + layers[1](x)  # and 4096 more until it is added
+        footprint.at("after")
+    assert footprint.moments["it"] == {"activations": 3 * 4096}
+    assert footprint.moments["after"] == {"activations": 2 * 4096}
+    del with_adapter
+
+
 # --- beside what torch allocates
 
 

@@ -18,14 +18,14 @@ from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.split import split_by_prompt
 from rlhf.data.tokens import encode_documents
+from rlhf.stages import token_cache, token_files
 from rlhf.stages.disk import file_digest
 from rlhf.stages.pretrain import corpus as module
-from rlhf.stages.pretrain import ids as token_files
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.corpus import Corpus, prepare
-from rlhf.stages.pretrain.together import claimed
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import write_settings
+from rlhf.stages.together import claimed
 
 Prepare = Callable[..., Corpus]
 TEXTS = [f"document {number} of the text\n" for number in range(40)]
@@ -64,15 +64,17 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was made anew, as it happens."""
     done: list[str] = []
 
-    def note(name: str, real: Callable[..., Any]) -> None:
+    def note(place: Any, name: str) -> None:
+        real = getattr(place, name)
+
         def noted(*args: Any) -> Any:
             done.append(name)
             return real(*args)
 
-        monkeypatch.setattr(module, name, noted)
+        monkeypatch.setattr(place, name, noted)
 
-    note("train_tokenizer", module.train_tokenizer)
-    note("join_parts", module.join_parts)
+    note(module, "train_tokenizer")
+    note(token_cache, "join_parts")
     return done
 
 
@@ -225,7 +227,7 @@ def test_parts_that_another_process_is_at_are_left_to_it_and_change_nothing(
     (shared := folder / "shared").mkdir()
     ours, theirs = Documents(wanted, "pretrain"), Documents(wanted, "pretrain")
     for documents_of in (ours, theirs):
-        module.survey(folder / "text", documents_of)
+        token_cache.survey(folder / "text", documents_of)
     at_work = [shared / "parts" / f"00000-{start:012}-{start + 5:012}.json" for start in (5, 30)]
     at_work[0].parent.mkdir()
     with claimed(at_work[0]), claimed(at_work[1]):
@@ -243,10 +245,10 @@ def test_a_process_reads_nothing_of_a_text_whose_parts_are_all_taken(
 ) -> None:
     wanted = PretrainSettings.load({"data": str(folder / "rows.jsonl")}, "pretrain")
     first, late = Documents(wanted, "pretrain"), Documents(wanted, "pretrain")
-    module.survey(folder / "text", first)
+    token_cache.survey(folder / "text", first)
     token_files.write_parts(folder, first, byte_tokenizer(), lambda *_, **__: None)
     monkeypatch.setattr(Documents, "_read", None)
-    module.survey(folder / "text", late)
+    token_cache.survey(folder / "text", late)
     token_files.write_parts(folder, late, byte_tokenizer(), lambda *_, **__: None)
 
 
@@ -267,7 +269,7 @@ def test_a_stream_is_downloaded_once_a_file_at_a_time_and_goes_on_after_a_kill(
 ) -> None:
     rows = datasets.Dataset.from_dict({"body": TEXTS, "number": range(40)}).to_iterable_dataset(num_shards=4)
     downloaded: list[int] = []
-    copy = module.copy_share
+    copy = token_cache.copy_share
 
     def copied(source: Any, number: int, file: Path) -> None:
         downloaded.append(number)
@@ -276,7 +278,7 @@ def test_a_stream_is_downloaded_once_a_file_at_a_time_and_goes_on_after_a_kill(
         copy(source, number, file)
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-    monkeypatch.setattr(module, "copy_share", copied)
+    monkeypatch.setattr(token_cache, "copy_share", copied)
     source = {"path": "owner/name", "streaming": True, "column": "body"}
     with pytest.raises(KeyboardInterrupt):
         make(data=source)

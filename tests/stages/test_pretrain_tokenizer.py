@@ -16,10 +16,10 @@ from rlhf.stages.pretrain.tokenizer import (
     END_OF_TEXT,
     PAD,
     existing_tokenizer,
-    num_ids,
     padded_vocab_size,
     train_tokenizer,
 )
+from rlhf.stages.token_files import num_ids
 
 TEXT = "To be, or not to be:\n  that is\tthe question.\n\n"
 SPELT = "a<|endoftext|>b<|unk|> <|user|><|x|>"

@@ -112,6 +112,23 @@ def test_processes_score_each_row_once_and_all_know_all_scores(
     torch.testing.assert_close(torch.tensor(together), torch.tensor(alone), rtol=0, atol=1e-5)
 
 
+def test_a_process_that_hangs_while_another_model_scores_is_told(
+    trained: Path, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path / "run", compare_with=[str(trained / "model")])
+    watched, score = [], evaluate.all_scores
+
+    def note(*arguments: Any) -> Any:
+        watched.append(run.stopping.watched)
+        return score(*arguments)
+
+    monkeypatch.setattr(evaluate, "all_scores", note)
+    evaluate.scores_of_others(run, encode_rows(run, tokenizer, [ranking("a", ["b", "c"], [1, 2])]))
+    run.close()
+    assert watched == [True]
+    assert not run.stopping.watched
+
+
 def test_a_reward_model_agrees_with_itself(world: dict[str, str], trained: Path, tmp_path: Path) -> None:
     twin = str(trained / "model")
     metrics = run_reward(tmp_path / "reward", **world, compare_with=[twin])

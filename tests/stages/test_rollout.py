@@ -102,10 +102,14 @@ def test_a_value_judges_the_state_before_its_token(scorer: Any) -> None:
     assert torch.equal(values[0], everywhere[0, [2, 3]])  # before the tokens at 3 and 4
 
 
-def test_the_score_is_that_of_prompt_and_response_alone(policy: Any, scorer: Any) -> None:
+def test_the_score_is_that_of_prompt_and_response_alone_whose_end_is_eos_as_in_training(
+    policy: Any, scorer: Any
+) -> None:
     rollout = roll(policy, scorer)
     for row in range(3):
         kept = rollout.input_ids[row][rollout.attention_mask[row]][None]
+        if rollout.ended[row]:
+            kept[0, -1] = 0  # whichever stop token was drawn
         with torch.no_grad():
             alone = scorer(kept, torch.ones_like(kept).bool())[0, -1]
         assert rollout.scores[row].item() == pytest.approx(alone.item(), abs=1e-5)

@@ -77,3 +77,7 @@ def test_fields_of_the_trainer_pass_through_and_unknown_ones_do_not() -> None:
         SFTSettings.load({"data": "x.jsonl", "args": {"neftune_noise": 5}}, "sft")
     with pytest.raises(SettingsError, match="'learning_rate' has a setting of its own"):
         SFTSettings.load({"data": "x.jsonl", "args": {"learning_rate": 5}}, "sft")
+    with pytest.raises(SettingsError, match=r"sft\.args: 'liger_kernel_config': leave fused_linear_cross_entropy out"):
+        SFTSettings.load(
+            {"data": "x.jsonl", "args": {"liger_kernel_config": {"fused_linear_cross_entropy": True}}}, "sft"
+        )

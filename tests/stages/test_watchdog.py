@@ -57,12 +57,12 @@ def test_a_process_writes_down_where_it_is(tmp_path: Path, clock: list[float]) -
     clock[0] = 7.0
     other.move("the update", step=12)
     with other.collective("sum"):
-        assert str(other._place) == "in the collective sum, the update after step 12"
+        assert str(other._place) == "in the collective sum, no. 1, in the update after step 12"
     other.look(training=True)
     found = json.loads((tmp_path / "checkpoints" / "ranks" / "1.json").read_text())
-    assert found == asdict(Place(1, HOST, os.getpid(), 1007.0, "the update", 12, "sum"))
+    assert found == asdict(Place(1, HOST, os.getpid(), 1007.0, "the update", 12, "sum", False, 1, 1007.0))
     assert [str(place) for place in ours.places()] == [
-        "in loading after step 0", "in the update after step 12, last collective sum",
+        "in loading after step 0", "in the update after step 12, last collective sum, no. 1",
     ]  # fmt: skip
 
 
@@ -71,7 +71,8 @@ def test_a_stage_in_which_nobody_moves_stands_still_and_the_one_that_waits_for_n
 ) -> None:
     ours, other = some(tmp_path, 2)
     clock[0] = 10.0
-    with ours.collective("max"):
+    ours.move("scoring", step=4)
+    with ours.collective("max"), other.collective("max"):
         clock[0] = 20.0
         other.move("the update", step=4)
         for each in (ours, other):
@@ -79,13 +80,13 @@ def test_a_stage_in_which_nobody_moves_stands_still_and_the_one_that_waits_for_n
         clock[0] = 119.9
         assert ours.look(training=True) is None
         clock[0] = 150.0
+        assert other.look(training=True) is not None  # it ends itself where it still can
         said = ours.look(training=True)
     assert said == (
         f"it stands still: rank 1 (pid {os.getpid()} on {HOST}) has not moved for 2 min; it is in the update after "
-        "step 4 (rank 0 is in the collective max, loading after step 0); if it was at work, raise stop_hung_after, "
-        "which is 100 seconds"
+        "step 4, last collective max (rank 0 is in the collective max, no. 1, in scoring after step 4); if it was at "
+        "work, raise stop_hung_after, which is 100 seconds"
     )
-    assert other.look(training=True) is not None  # it ends itself where it still can
 
 
 def test_the_one_that_waits_for_nobody_tells_first_since_it_can_say_where_it_hangs(
@@ -124,15 +125,96 @@ def test_before_there_is_a_training_state_nobody_looks_and_the_time_does_not_cou
     assert ours.look(training=True) is not None
 
 
+def test_of_processes_that_none_waits_where_it_is_seen_the_one_that_came_least_far_is_named(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    """On a GPU a process goes through collectives and waits later, where it wants a number."""
+    ours, other = some(tmp_path, 2)
+    for each in (ours, other):
+        each.move("the update", step=4)
+        with each.collective("sum"):
+            pass
+    with ours.collective("gradients"), ours.collective("max"):
+        pass
+    clock[0] = 20.0
+    other.move("the update")
+    for each in (ours, other):
+        each.look(training=True)
+    clock[0] = 123.0
+    other.look(training=True)
+    said = ours.look(training=True)
+    assert said is not None
+    assert said.startswith("it stands still: rank 1 (pid")
+    assert "last collective sum, no. 1 (rank 0 is in the update after step 4, last collective max, no. 3)" in said
+
+
+def test_a_process_that_has_a_step_less_behind_it_is_named_however_many_collectives_it_went_into(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    ours, other = some(tmp_path, 2)
+    with other.collective("sum"):
+        pass
+    ours.move(step=1)
+    for now in (0.0, 103.0):
+        clock[0] = now
+        other.look(training=True)
+        said = ours.look(training=True)
+    assert said is not None
+    assert said.startswith("it stands still: rank 1 (pid")
+
+
+def test_what_a_process_does_by_itself_within_a_collective_is_no_waiting(tmp_path: Path, clock: list[float]) -> None:
+    ours, other = some(tmp_path, 2)
+    with ours.collective("checkpoint"), other.collective("checkpoint"), watchdog.at_work():  # the last that started
+        for now in (0.0, 103.0):
+            clock[0] = now
+            other.look(training=True)
+            said = ours.look(training=True)
+        assert not other._place.waits
+    assert said is not None
+    assert said.startswith("it stands still: rank 1 (pid")
+    assert not ours._place.waits
+
+
+def test_a_process_that_does_not_write_any_more_is_named_before_one_that_came_less_far_and_it_alone_is_silent(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    ours, stopped, slow = some(tmp_path, 3)
+    with stopped.collective("sum"), ours.collective("sum"):
+        stopped.look(training=True)
+        clock[0] = 10.0
+        ours.move("saving", step=1)
+        for now in (10.0, 74.9, 113.0):
+            clock[0] = now
+            for each in (slow, ours):
+                said = each.look(training=True)
+            assert ours.silent_here() == ([os.getpid()] if now == 113.0 else [])
+    assert said is not None
+    assert said.startswith(
+        f"it stands still: rank 1 (pid {os.getpid()} on {HOST}) gave its last sign of life 113 s ago"
+    )
+    assert "it was in the collective sum, no. 1, in loading after step 0 (rank 0 is in saving after step 1" in said
+
+
+def test_a_phase_that_begins_after_an_error_in_a_collective_is_no_waiting(tmp_path: Path) -> None:
+    (ours,) = some(tmp_path, 1)
+    with pytest.raises(MemoryError), ours.collective("gradients"):
+        raise MemoryError
+    assert ours._place.waits  # for the message of the error
+    ours.move("the update")
+    assert not ours._place.waits
+
+
 def test_where_all_wait_each_collective_is_told(tmp_path: Path, clock: list[float]) -> None:
     ours, other = some(tmp_path, 2)
     with ours.collective("sum"), other.collective("barrier"):
         for each in (ours, other):
             each.look(training=True)
         clock[0] = 103.0
+        other.look(training=True)
         said = ours.look(training=True)
     assert said is not None
-    assert "rank 0 (pid" in said
+    assert "which process is waited for cannot be told, for some came equally far: rank 0 (pid" in said
     assert "it is in the collective sum" in said
     assert "rank 1 is in the collective barrier" in said
 
@@ -144,7 +226,8 @@ def test_of_many_processes_those_that_only_wait_are_not_listed(tmp_path: Path, c
             each.collective("sum").__enter__()
         each.look(training=True)
     clock[0] = 103.0
-    said = many[3].look(training=True)
+    for each in many:
+        said = each.look(training=True)
     assert said is not None
     assert said.startswith("it stands still: rank 9 (pid")
     assert "(the others wait)" in said
@@ -173,7 +256,7 @@ def test_code_that_knows_of_no_watchdog_tells_the_one_that_is_there(tmp_path: Pa
     watchdog.moved(step=3)
     with watchdog.collective("max"):
         pass
-    assert watchdog.here() == " (rank 1 of 2, in sampling after step 3, last collective max)"
+    assert watchdog.here() == " (rank 1 of 2, in sampling after step 3, last collective max, no. 1)"
 
 
 def test_the_one_that_died_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
@@ -182,6 +265,7 @@ def test_the_one_that_died_is_named_with_what_it_was_doing(tmp_path: Path) -> No
     told: list[tuple[str, str]] = []
     ours, other = some(tmp_path, 2)
     other._place = Place(1, HOST, process.pid, time.time(), "scoring", 2, "sum")
+    ours.move("the update", step=4)
     other.look(training=False)
     found = Stopping(tmp_path, 30, print, lambda state, step, text, code=None: told.append((state, text)),
                      [process.pid], ours)  # fmt: skip
@@ -191,8 +275,8 @@ def test_the_one_that_died_is_named_with_what_it_was_doing(tmp_path: Path) -> No
         found.leave()
     stopping.close()
     assert stopped.value.code == 1
-    name = f"rank 1 (pid {process.pid} on {HOST}), last seen in scoring after step 2, last collective sum"
-    assert told == [("failed", f"{LOST} It was {name}")]
+    name = f"rank 1 (pid {process.pid} on {HOST}), last seen 0 s ago in scoring after step 2, last collective sum"
+    assert told == [("failed", f"{LOST} It was {name}; left is rank 0 of 2, in the update after step 4")]
 
 
 def test_a_process_that_stands_still_ends_itself_and_says_where_in_the_code_it_is(tmp_path: Path) -> None:
@@ -213,8 +297,8 @@ def test_a_process_that_stands_still_ends_itself_and_says_where_in_the_code_it_i
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     told = json.loads((tmp_path / "status.json").read_text())
     assert told["state"] == "failed"
-    assert told["message"].startswith(f"it stands still: rank 1 (pid {child} on {HOST}) has not moved for ")
-    assert "(rank 0 is in the collective sum, loading after step 0)" in told["message"]
+    assert told["message"].startswith(f"it stands still: rank 1 (pid {child} on {HOST}) gave its last sign of life ")
+    assert "(rank 0 is in the collective sum, no. 1, in loading after step 0)" in told["message"]
     said = (tmp_path / "said").read_text()
     assert said.startswith(told["message"])
     assert "in test_a_process_that_stands_still" in said
@@ -227,23 +311,30 @@ def tell_status(folder: Path) -> Tell:
     return tell
 
 
-def test_a_process_waits_for_the_others_where_the_last_gradients_of_a_step_are_made(
+def test_a_process_waits_for_the_others_in_the_last_backward_pass_of_a_step_and_not_in_the_forward_pass_before_it(
     tmp_path: Path, clock: list[float]
 ) -> None:
     some(tmp_path, 2)
+    waits: list[bool] = []
+
+    def note(_: torch.Tensor | None = None) -> None:
+        assert watchdog._current is not None
+        waits.append(watchdog._current._place.waits)
+
     accelerator: Any = SimpleNamespace(
         device=torch.device("cpu"), process_index=1, num_processes=2, is_main_process=False,
-        no_sync=lambda _: nullcontext(),
+        no_sync=lambda _: nullcontext(), backward=note,
     )  # fmt: skip
-    assert watchdog._current is not None
-    model = torch.nn.Linear(1, 1)
-    waits = [watchdog._current._place.waits for _ in Processes(accelerator).accumulate([[0], [1], [2]], model)]
-    assert waits == [False, False, True]
-    assert watchdog.here() == " (rank 1 of 2, in loading after step 0, last collective gradients)"
+    processes = Processes(accelerator)
+    for _ in processes.accumulate([[0], [1], [2]], torch.nn.Linear(1, 1)):
+        note()
+        processes.backward(torch.ones(()))
+    assert waits == [False, False, False, False, False, True]
+    assert watchdog.here() == " (rank 1 of 2, in loading after step 0, last collective gradients, no. 1)"
 
 
 WAITING = re.compile(
-    r"(dist|distributed|accelerator)\.(all_|gather|reduce|broadcast|scatter|barrier|send|recv|wait_for|pad_across)"
+    r"(dist|distributed|accelerator)\.(all_|gather|reduce|broadcast|scatter|barrier|send|recv|wait_for|pad_across|backward)"
     r"|(gather_object|broadcast_object_list|full_tensor|unshard|clip_grad_norm_|write_together|read_together)$"
 )
 """Calls in which a process waits for the others."""
@@ -252,7 +343,9 @@ WAITING = re.compile(
 def unmarked(node: ast.AST) -> Iterator[int]:
     """Lines of such calls that stand in no `with collective(…)`."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.With) and any("collective(" in ast.unparse(item) for item in child.items):
+        if isinstance(child, ast.With) and any(
+            re.search(r"collective\(|reducing\(", ast.unparse(item)) for item in child.items
+        ):
             continue
         if isinstance(child, ast.Call) and WAITING.search(ast.unparse(child.func)):
             yield child.lineno

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from engines_world import PROMPTS, assert_sampled
+from engines_world import PROMPTS, assert_drawn_from, assert_sampled
 from stages_world import tiny_policy
 from transformers import GenerationConfig, OPTConfig, OPTForCausalLM
 
@@ -39,15 +39,6 @@ def tokens(engine: Engine, prompts: list[list[int]], length: int, temperature: f
            stops: list[int] | None = None) -> torch.Tensor:  # fmt: skip
     torch.manual_seed(3)
     return engine.generate(prompts, length, temperature, stops or [], 0).tokens
-
-
-def assert_drawn_from(expected: torch.Tensor, drawn: torch.Tensor) -> None:
-    """A chi-square test of tokens [N] against probabilities [V]: five standard deviations are too far."""
-    counts, expected = torch.bincount(drawn, minlength=len(expected)), expected * len(drawn)
-    often = expected >= 5
-    degrees = int(often.sum())
-    assert degrees > 20
-    assert ((counts - expected) ** 2 / expected)[often].sum().item() < degrees + 5 * (2 * degrees) ** 0.5
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

@@ -5,81 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_world import PLACES
-from engines_world import PROMPTS, assert_sampled, read
+from engines_world import CONFIGS, PROMPTS, STOPS, adapted, assert_sampled, drawn, new_model, read
 from stages_world import tiny_policy
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 from rlhf.stages import adapters
-from rlhf.stages.decoder import DecoderConfig
-from rlhf.stages.engines import Responses, slots, static
+from rlhf.stages.engines import slots, static
 from rlhf.stages.engines.static import FAMILIES, StaticEngine
 from rlhf.stages.engines.twin import Twin, _Product
 from rlhf.stages.ppo.layout import recompute_layers
 from rlhf.stages.settings import LoraSettings
-
-BASE: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-STOPS = list(range(10, 22))
-"""Of 97 tokens: enough for responses of many lengths."""
-GPT2: dict[str, Any] = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": 1}
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**BASE),
-    "llama with biases": lambda: LlamaConfig(**BASE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "mistral": lambda: MistralConfig(**BASE, sliding_window=7),
-    "qwen2": lambda: Qwen2Config(**BASE),
-    "qwen2 with windows": lambda: Qwen2Config(**BASE, use_sliding_window=True, sliding_window=7, max_window_layers=1),
-    "qwen3": lambda: Qwen3Config(**BASE, head_dim=16),
-    "gemma": lambda: GemmaConfig(**BASE, head_dim=12),
-    "gemma2": lambda: Gemma2Config(
-        **BASE, head_dim=12, query_pre_attn_scalar=12, sliding_window=7, attn_logit_softcapping=2.0,
-        final_logit_softcapping=5.0,
-    ),
-    "gemma3_text": lambda: Gemma3TextConfig(
-        **BASE, head_dim=12, query_pre_attn_scalar=12, sliding_window=7,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    "gpt2": lambda: GPT2Config(**GPT2),
-    "gpt2 scaled by layer": lambda: GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True),
-    **{
-        f"rlhf_decoder {place} {positions} {groups}": lambda place=place, positions=positions, groups=groups: (
-            DecoderConfig(**BASE | {"norm_position": place, "positions": positions, "num_key_value_heads": groups})
-        )
-        for place, positions in PLACES
-        for groups in (2, 4)
-    },
-}  # fmt: skip
-"""Windows are shorter than the texts, and caps low enough to cap."""
-
-
-def new_model(family: str, std: float | None = 0.3) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and std is not None:
-            parameter.data.normal_(0, std)
-        elif name.endswith("bias"):
-            parameter.data.normal_(0, 0.3)
-    return model
-
-
-def drawn(engine: StaticEngine, prompts: list[list[int]] = PROMPTS, length: int = 20) -> Responses:
-    torch.manual_seed(0)
-    return engine.generate(prompts, length, 0.7, STOPS, 0)
 
 
 def test_every_family_is_tested() -> None:
@@ -221,18 +156,6 @@ def test_prompts_that_wait_take_the_slots_of_rows_that_have_ended_and_at_the_end
 # --- adapters
 
 
-def adapted(shape: str) -> Any:
-    """A policy with an adapter that has a say."""
-    model = tiny_policy(shape)
-    model.requires_grad_(False)
-    adapters.add_lora(model, LoraSettings(r=2, alpha=4))
-    torch.manual_seed(4)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.5)
-    return model
-
-
 def traces(model: nn.Module) -> list[Any]:
     """What a model is made of, beside the values of its weights."""
     return [(name, type(module), sorted(vars(module)), module.training) for name, module in model.named_modules()]
@@ -240,7 +163,7 @@ def traces(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_an_adapter_takes_part_in_the_rollout_and_the_model_stays_as_it_was(shape: str) -> None:
-    model = adapted(shape)
+    model = adapted(tiny_policy(shape))
     weights = {name: (x, x.clone(), x.requires_grad) for name, x in model.state_dict(keep_vars=True).items()}
     before, config, attention = traces(model), model.config.to_dict(), model.config._attn_implementation
     responses = drawn(StaticEngine(model))
@@ -260,7 +183,7 @@ def test_an_adapter_takes_part_in_the_rollout_and_the_model_stays_as_it_was(shap
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_recomputed_layers_change_nothing(shape: str) -> None:
-    model = adapted(shape)
+    model = adapted(tiny_policy(shape))
     engine = StaticEngine(model)
     plain = drawn(engine)
     recompute_layers(model)
@@ -271,7 +194,7 @@ def test_recomputed_layers_change_nothing(shape: str) -> None:
 
 
 def test_an_adapter_that_learns_is_followed() -> None:
-    model = adapted("llama")
+    model = adapted(tiny_policy())
     engine = StaticEngine(model)
     before = drawn(engine)
     with torch.no_grad():
@@ -284,13 +207,39 @@ def test_an_adapter_that_learns_is_followed() -> None:
 
 
 def test_where_some_projections_alone_are_adapted_the_others_are_as_they_were() -> None:
-    model = tiny_policy()
-    model.requires_grad_(False)
-    adapters.add_lora(model, LoraSettings(r=2, alpha=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]))
-    torch.manual_seed(4)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.5)
+    model = adapted(tiny_policy(), target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    assert_sampled(model, PROMPTS, drawn(StaticEngine(model)), 0.7, STOPS, 20)
+
+
+EMBEDDINGS = [
+    ("llama", ["embed_tokens", "q_proj"]), ("gemma3_text", ["embed_tokens"]), ("gpt2", ["wte", "wpe", "c_attn"]),
+    ("rlhf_decoder pre learned 2", ["embed_positions", "v_proj"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "names"), EMBEDDINGS)
+def test_adapted_embeddings_are_looked_up_in_their_adapter_too(
+    family: str, names: list[str], dtype: torch.dtype
+) -> None:
+    plain = new_model(family, std=None, tie_word_embeddings=False)
+    model = adapted(adapters.shared_copy(plain), target_modules=names)
+    engine = StaticEngine(model, dtype)
+    for _ in range(2):
+        responses = drawn(engine)
+        of_model, of_plain = (read(x, PROMPTS, responses, 0.7) for x in (model, plain))
+        gap, least = (responses.logprobs - of_model).abs(), (responses.logprobs - of_plain).abs().mean()
+        assert least > 0.05
+        assert gap.max() < (1e-5 if dtype == torch.float32 else 0.02)
+        assert_nothing_kept(engine, model)
+        for name, parameter in model.named_parameters():  # it learns between two rollouts
+            if "lora_embedding_A" in name:
+                parameter.data *= -0.7
+
+
+def test_an_adapter_takes_part_where_projections_have_biases() -> None:
+    model = adapted(new_model("llama with biases"))
+    assert any("base_layer.bias" in name for name, _ in model.named_parameters())
     assert_sampled(model, PROMPTS, drawn(StaticEngine(model)), 0.7, STOPS, 20)
 
 
@@ -345,7 +294,7 @@ def assert_nothing_kept(engine: StaticEngine, model: nn.Module) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("lora", [False, True])
 def test_nothing_of_a_rollout_is_kept(dtype: torch.dtype | None, lora: bool) -> None:
-    model = adapted("llama") if lora else new_model("llama with biases")
+    model = adapted(tiny_policy()) if lora else new_model("llama with biases")
     engine = StaticEngine(model, dtype)
     drawn(engine)
     assert_nothing_kept(engine, model)

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.documents import Documents, Found
 from rlhf.data.tokens import encode_documents
 from rlhf.stages.disk import file_digest, replace_text, sync, sync_path
-from rlhf.stages.pretrain.together import claimed
-from rlhf.stages.pretrain.tokenizer import num_ids
+from rlhf.stages.together import claimed
 
 TRAIN_FILE, EVAL_FILE = "tokens.bin", "held_out.bin"
 _PARTS = "parts"
@@ -104,6 +103,11 @@ def join_parts(folder: Path, documents: Documents, tokenizer: PreTrainedTokenize
     meta = {"dtype": _dtype(tokenizer).name, "sources": sources}
     replace_text(folder / "meta.json", json.dumps(meta, ensure_ascii=False))
     shutil.rmtree(folder / _PARTS)
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the highest id; some tokenizers leave ids out."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype[Any]:

@@ -1,15 +1,21 @@
-"""Pretraining on one GPU: tokens per second of a 124M model, and how well a small one learns one text in how long.
+"""Pretraining beside a bare loop on a CPU and beside nanoGPT on one GPU.
 
-    python benchmarks/pretrain_gpu.py speed [--nanogpt DIR]
-    python benchmarks/pretrain_gpu.py shakespeare TEXT [--nanogpt DIR]
+    python benchmarks/pretrain.py cpu
+    python benchmarks/pretrain.py speed [--nanogpt DIR]
+    python benchmarks/pretrain.py shakespeare TEXT [--nanogpt DIR]
 
-DIR is a checkout of nanoGPT; with it, its own model (speed) or its own training (shakespeare) has its turn in the same
-run. speed: 12 layers, width 768, vocabulary 50304, 32 rows of 1024 random tokens, bfloat16, each model in a process of
-its own. shakespeare: the recipes shakespeare and shakespeare_best on the text, whose last tenth is held out; losses are
-in nats per character, once over the whole held-out text and once as nanoGPT estimates them (200 batches of 64 windows
-at random places). Start and compilation count in `wall` alone: the steps ahead of the first line of metrics are taken
-to last as long as the others. `steps` are seconds of training steps, up to the best one; `seconds` have evaluations,
-samples and checkpoints in them. Each point of the curve is step: loss (seconds of steps; nanoGPT's with evaluations).
+cpu: the stage and a loop of PyTorch alone, in turn, on the same model and blocks of the same size; tokens per second of
+each, as the median over its steps, and their ratio, for two sizes; then how long the stage takes from the start of its
+process to the end of its first step.
+
+speed and shakespeare are for a GPU. DIR is a checkout of nanoGPT; with it, its own model (speed) or its own training
+(shakespeare) has its turn in the same run. speed: 12 layers, width 768, vocabulary 50304, 32 rows of 1024 random
+tokens, bfloat16, each model in a process of its own. shakespeare: the recipes shakespeare and shakespeare_best on the
+text, whose last tenth is held out; losses are in nats per character, once over the whole held-out text and once as
+nanoGPT estimates them (200 batches of 64 windows at random places). Start and compilation count in `wall` alone: the
+steps ahead of the first line of metrics are taken to last as long as the others. `steps` are seconds of training steps,
+up to the best one; `seconds` have evaluations, samples and checkpoints in them. Each point of the curve is step: loss
+(seconds of steps; nanoGPT's with evaluations).
 """
 
 import argparse
@@ -17,8 +23,10 @@ import json
 import math
 import os
 import pickle
+import platform
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,8 +38,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
+SIZES, BLOCK, BATCH = {"1M": (128, 4), "5M": (256, 6)}, 128, 16
+"""Width and layers of the models on a CPU, and the tokens and rows of a step."""
 ROWS, LENGTH, VOCABULARY = 32, 1024, 50304
+"""The same of `speed`, and its vocabulary."""
 MODELS: dict[str, dict[str, Any]] = {
     "decoder, LLaMA's parts": {"preset": ["gpt3-125m", "llama"], "context_length": LENGTH},
     "decoder, GPT's parts": {"preset": "gpt3-125m", "context_length": LENGTH},
@@ -42,12 +54,113 @@ RECIPES = ("shakespeare", "shakespeare_best")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("what", choices=("speed", "shakespeare"))
-    parser.add_argument("text", nargs="?", type=Path)
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
-    parser.add_argument("--only", default="", help="only those whose names hold this")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="what", required=True)
+    cpu = commands.add_parser("cpu", help="beside a loop of PyTorch alone, on a CPU")
+    cpu.add_argument("--steps", type=int, default=15, help="of each run; the first five are not timed")
+    cpu.add_argument("--rounds", type=int, default=2, help="how often each side has its turn")
+    cpu.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    speeds = commands.add_parser("speed", help="a 124M model's tokens per second on one GPU")
+    texts = commands.add_parser("shakespeare", help="how well a small model learns one text, and in how long")
+    texts.add_argument("text", type=Path)
+    for command in (speeds, texts):
+        command.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+        command.add_argument("--only", default="", help="only those whose names hold this")
+        command.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    (on_cpu if options.what == "cpu" else on_gpu)(options)
+
+
+def on_cpu(options: argparse.Namespace) -> None:
+    """The stage and a bare loop in turn, and how long a stage takes to start."""
+    if options.child:
+        side, size, folder = options.child
+        print(json.dumps({"stage": stage, "bare": bare}[side](Path(folder), size, options.steps)))
+        return
+    print(f"{date.today()}, {platform.machine()}, Python {platform.python_version()}")
+    print(f"{'size':6}{'stage tokens/s':>16}{'bare tokens/s':>16}{'stage / bare':>14}")
+    with tempfile.TemporaryDirectory() as name:
+        text = Path(name) / "text.txt"
+        text.write_text(a_text(400_000), encoding="utf-8")
+        for size in SIZES:
+            rates: dict[str, list[float]] = {"stage": [], "bare": []}
+            for turn in range(options.rounds):
+                for side in ("stage", "bare"):  # bare has the shape from the stage
+                    folder = Path(name) / f"{size}-{turn}"
+                    words = [sys.executable, __file__, "cpu", "--child", side, size, str(folder)]
+                    answer = subprocess.run(
+                        [*words, "--steps", str(options.steps)], capture_output=True, text=True, check=False
+                    )
+                    if answer.returncode:
+                        sys.exit(answer.stderr)
+                    rates[side].append(json.loads(answer.stdout.splitlines()[-1]))
+            ours, theirs = (statistics.median(rates[side]) for side in ("stage", "bare"))
+            print(f"{size:6}{ours:16,.0f}{theirs:16,.0f}{ours / theirs:14.2f}")
+        folder = Path(name) / "start"
+        write_stage(folder, "1M", text, num_steps=1)
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-m", "rlhf.stages.pretrain", str(folder)], check=True, capture_output=True)
+        print(f"a stage of one step, whole process: {time.monotonic() - began:.1f} s")
+
+
+def a_text(length: int) -> str:
+    """Sentences of some hundred words, by a rule."""
+    words = [f"{a}{b}" for a in "bcdfglmnprst" for b in ("ade", "irun", "ole", "um", "anti", "eso", "ix", "ara")]
+    state, parts, size = 1, [], 0
+    while size < length:
+        state = state * 1103515245 % 2**31 + 12345
+        parts.append(words[(state >> 8) % len(words)] + (". " if state % 11 == 0 else " "))
+        size += len(parts[-1])
+    return "".join(parts)
+
+
+def write_stage(folder: Path, size: str, text: Path, num_steps: int) -> None:
+    """The stage's folder with its settings."""
+    from rlhf.stages.pretrain.config import PretrainSettings
+    from rlhf.stages.settings_file import write_settings
+
+    width, layers = SIZES[size]
+    fields: dict[str, Any] = {
+        "data": str(text), "vocab_size": 512, "hidden_size": width, "num_layers": layers, "num_heads": width // 64,
+        "context_length": BLOCK, "global_batch_size": BATCH, "num_steps": num_steps, "eval_every": 10**6,
+        "log_every": 1, "save_every": 10**6, "report_to": [],
+    }  # fmt: skip
+    write_settings(folder, PretrainSettings.load(fields, "pretrain"))
+
+
+def stage(folder: Path, size: str, steps: int) -> float:
+    """Tokens per second of our loop."""
+    from rlhf.stages.artifact import Artifact
+    from rlhf.stages.pretrain.train import train
+
+    write_stage(folder / "stage", size, folder.parent / "text.txt", steps)
+    train(folder / "stage")
+    rows = Artifact(folder / "stage").metrics
+    return statistics.median(row["tokens_per_second"] for row in rows[5:-1])  # the last one evaluates, too
+
+
+def bare(folder: Path, size: str, steps: int) -> float:
+    """Tokens per second of what one would write by hand."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "stage" / "model"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batches = torch.randint(model.config.vocab_size, (steps, BATCH, BLOCK + 1))
+    rates = []
+    for batch in batches:
+        began = time.perf_counter()
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        rates.append(BATCH * BLOCK / (time.perf_counter() - began))
+    return statistics.median(rates[5:])
+
+
+def on_gpu(options: argparse.Namespace) -> None:
+    """Each model, or recipe, in a process of its own."""
     if options.child:
         print("\n" + json.dumps(CHILDREN[options.what](options)))
         return
@@ -74,7 +187,8 @@ def main() -> None:
 
 def child(options: argparse.Namespace, name: str) -> Any:
     """What a process of its own prints last."""
-    words = [sys.executable, __file__, options.what, *([str(options.text)] if options.text else []), "--child", name]
+    words = [sys.executable, __file__, options.what, "--child", name]
+    words += [str(options.text)] if options.what == "shakespeare" else []
     words += ["--nanogpt", str(options.nanogpt)] if options.nanogpt else []
     began = time.monotonic()
     answer = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -223,7 +337,7 @@ def estimate(model: Any, ids: torch.Tensor) -> float:
         windows = ids[starts[:, None] + torch.arange(257)].cuda()
         with torch.autocast("cuda", torch.bfloat16):
             logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-        total += torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten()).item()
+        total += cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten()).item()
     return total / len(places)
 
 
