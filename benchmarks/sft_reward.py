@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("what", choices=("sft", "reward", "both"))
     parser.add_argument("--small", action="store_true", help="a model and rows for a CPU")
     parser.add_argument("--rounds", type=int, default=2, help="how often the sides take turns")
-    parser.add_argument("--only", default="", help="only sides whose names hold this, and the baseline")
+    parser.add_argument("--only", help="the baseline and these sides alone, with commas between them")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--world", type=Path, help=argparse.SUPPRESS)
@@ -94,7 +94,9 @@ def main() -> None:
 
 def measure(what: str, world: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Let the sides take turns and print the table; a side that fails says why and the others go on."""
-    names = [name for name in SIDES if options.only in name or name == BASELINE]
+    names = list(SIDES) if options.only is None else [BASELINE, *options.only.split(",")]
+    if unknown := set(names) - set(SIDES):
+        sys.exit(f"--only: no side called {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
     if what == "reward":  # whose section has no `args`
         names = [name for name in names if "args" not in SIDES[name]]
     if options.small:  # without a GPU nothing is compiled, nor packed unasked, and Liger has no kernels
