@@ -1,6 +1,6 @@
 """From token lists to tensors, and which rows an optimiser step sees."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import chain
 
@@ -116,12 +116,6 @@ class Blocks:
     def _from(self, starts: np.ndarray) -> Tensor:
         taken = (starts[:, None] + np.arange(self.length + 1)) % len(self.tokens)
         return torch.from_numpy(self.tokens[taken].astype(np.int64))
-
-
-def blocks(documents: Iterable[Sequence[int]], length: int, where: str) -> Tensor:
-    """All rows [N, length + 1] of a text that fits into memory. Raises DataError as `Blocks`."""
-    rows = Blocks(np.fromiter(chain.from_iterable(documents), dtype=np.int64), length, where)
-    return rows[range(len(rows))]
 
 
 def document_mask(ids: Tensor, eos_token_id: int) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.errors import RefusedError
 from rlhf.pipeline.errors import begun
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import make_plan
 from rlhf.pipeline.recipe import load_recipe
+from rlhf.pipeline.summary import no_run_folder
 from rlhf.pipeline.tables import show_table, size_text
 from rlhf.pipeline.verify import stage_folders
 from rlhf.stages.artifact import BESIDE, RESULTS, STEPS, Artifact, is_temporary, temporaries
@@ -55,7 +56,7 @@ def clean(run_dir: Path, yes: bool) -> None:
     Raises SettingsError for what is no run folder, and while a run works there.
     """
     if not run_dir.is_dir():
-        raise SettingsError(f"{run_dir}: not a run folder; `rlhf run RECIPE` makes one")
+        raise no_run_folder(run_dir)
     with held(run_dir, 0):
         items, notes = find(run_dir)
         going = [item for item in items if yes or not item.is_work]
@@ -83,7 +84,7 @@ def find(run_dir: Path) -> tuple[list[Item], list[str]]:
     Raises SettingsError for what is no run folder.
     """
     if not (run_dir / "summary.json").is_file():
-        raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
+        raise no_run_folder(run_dir)
     folders = [folder for folder in stage_folders(run_dir) if not folder.is_symlink()]
     kept, undecided, notes = _kept(run_dir, folders)
     items = [Item(path, "left by a write that was cut short", False) for path in run_temporaries(run_dir)]

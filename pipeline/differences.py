@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.data.errors import RefusedError
+from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.references import sealed
 from rlhf.stages.artifact import Artifact, Identity, identify
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.feedback.stores import left_behind
-from rlhf.stages.settings_file import read_settings
+from rlhf.stages.settings_file import read_settings, settings_in
 
 UPSTREAM = {
     ("sft", "model"): "pretrain",
@@ -54,6 +55,18 @@ def unheard(settings: FeedbackSettings, identity: Identity | None, run_dir: Path
         rankings = "ranking" if num == 1 else "rankings"
         export = shlex.join(["rlhf", "data", "export", str(store), "ranked.jsonl", "--as", "rankings"])
         yield f"{num} {rankings} in {store.parent.name} will not be taken over ({why}); to keep them: `{export}`"
+
+
+def filled_in(recipe: Recipe, folder: Path) -> dict[str, str]:
+    """The models and rankings that a run filled in for a stage whose recipe leaves them empty, from its folder."""
+    stage, found = folder.name.partition("-")[0], {}
+    section, settings = recipe.section(stage), settings_in(folder)
+    for of, name in UPSTREAM:
+        if of == stage and getattr(section, name) is None and (value := settings.get(name)) is not None:
+            path = Path(value["path"] if isinstance(value, dict) else value)
+            here = folder.parent.absolute()
+            found[name] = str(folder.parent / path.relative_to(here) if path.is_relative_to(here) else path)
+    return found
 
 
 def in_short(found: list[str]) -> str:

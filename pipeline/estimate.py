@@ -12,6 +12,7 @@ from rlhf.data.hub import refuse_unknown
 from rlhf.data.rows import read_demonstrations, read_rankings
 from rlhf.pipeline.accelerate_config import num_processes, read_config
 from rlhf.pipeline.errors import DEBUG, RunFailed
+from rlhf.pipeline.fits import uneven
 from rlhf.pipeline.launch import visible_gpus
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.references import models_of, with_models
@@ -45,11 +46,14 @@ def estimate(recipe: Recipe, device: str | None = None, devices: str | None = No
     for section in sections.values():
         for where, reference in models_of(section):
             refuse_unknown(reference, where)
+    processes = {stage: number or num_processes(recipe, stage, visible) for stage in stages}
+    if problems := [line for stage, section in sections.items() for line in uneven(section, processes[stage])]:
+        raise SettingsError("\n".join(problems))
     request = {
         "stages": {stage: section.model_dump(mode="json", exclude_unset=True) for stage, section in sections.items()},
         "rows": {stage: counted(recipe, stage) for stage in ("sft", "reward")},
         "device": device,
-        "num_processes": {stage: number or num_processes(recipe, stage, visible) for stage in stages},
+        "num_processes": processes,
         "layouts": {stage: _layout(recipe, stage, "ddp" if number is None else None) for stage in stages},
     }
     process = subprocess.run(

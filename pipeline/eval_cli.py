@@ -91,7 +91,7 @@ def evaluate(
     from rlhf.pipeline.evaluation_tables import show
     from rlhf.pipeline.progress import telling
     from rlhf.pipeline.runner import render_report
-    from rlhf.pipeline.summary import read_summary, run_status
+    from rlhf.pipeline.summary import as_sealed, read_summary, run_status
     from rlhf.stages.evaluation.config import EvaluationSettings
     from rlhf.stages.evaluation.config import cheap as cheap_form
 
@@ -108,7 +108,7 @@ def evaluate(
     base = cheap_form(None).model_dump() if cheap else {}
     options = {name: value for name, value in given.items() if value is not None}
     asked = EvaluationSettings.load(base | by_recipe | options, "eval")
-    entries = read_summary(run_dir)
+    entries = as_sealed(run_dir, read_summary(run_dir))
     evaluation.refuse_damaged_stages(run_dir, entries)
     tell_aside = telling("starting", lambda text: print(text, file=sys.stderr, flush=True))
     with tell_aside as tell, redirect_stdout(sys.stderr):  # what a judge prints is none of the figures

@@ -76,7 +76,7 @@ def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, st
         if is_current(run_dir, done):
             return False
         asked = cheap(None).model_copy(update=asked_by(recipe))
-        with telling("evaluating what there is so far", say) as tell:
+        with telling("evaluating the models that are there", say) as tell:
             if stays_in_process(recipe, stage):
                 evaluate(run_dir, done, asked, lambda text: tell(f"evaluation, {text}"))
             else:

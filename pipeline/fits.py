@@ -29,7 +29,7 @@ def misfits(settings: StageSettings, recipe: Recipe, gpus: int) -> Iterator[str]
     if isinstance(settings, PPOSettings) and processes > 1:
         here = processes // (config.get("num_machines") or 1)
         yield from _too_many(settings, processes, here, 0 if is_on_cpu else gpus)
-    yield from _uneven(settings, processes)
+    yield from uneven(settings, processes)
 
 
 def _too_many(settings: PPOSettings, processes: int, here: int, gpus: int) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _too_many(settings: PPOSettings, processes: int, here: int, gpus: int) -> It
         )
 
 
-def _uneven(settings: StageSettings, processes: int) -> Iterator[str]:
+def uneven(settings: StageSettings, processes: int) -> Iterator[str]:
     """Batches that the processes cannot share."""
     batches: dict[str, int] = {}
     if isinstance(settings, PPOSettings):

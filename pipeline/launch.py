@@ -34,6 +34,8 @@ from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code, handled, is_echo
 
 ERROR_LOG = "error.log"
 """In a stage's folder: the traceback of a failure, or what its processes last said."""
+NO_TRACEBACK = "No error of the stage's code; its processes and their launcher said:"
+"""How the log begins in the second case."""
 DEVICES = Path("/dev")
 ORDER = Path("checkpoints", "launch.json")
 """In a stage's folder while it runs on several machines: what the others have to start."""
@@ -122,7 +124,7 @@ def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
         sys.stderr.write(ended.said)  # warnings
     is_kept = state in ("done", "waiting", "refused", "stopped") or (folder / ERROR_LOG).exists()
     if ended.said and not ended.received and not is_kept:
-        replace_text(folder / ERROR_LOG, ended.said)
+        replace_text(folder / ERROR_LOG, f"{NO_TRACEBACK}\n\n{ended.said}")
     # The status file decides, not the code: with several processes the launcher always returns 1.
     if state == "refused":
         raise RefusedError(message)

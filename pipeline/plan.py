@@ -12,7 +12,7 @@ from rlhf.data.sources import Source
 from rlhf.pipeline.differences import UPSTREAM, differences, identity_of, unheard, why_new
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.references import newest_sealed, with_models
-from rlhf.pipeline.summary import in_round, rated_now, stage_status
+from rlhf.pipeline.summary import as_sealed, in_round, rated_now, read_summary, stage_status
 from rlhf.stages.artifact import STEPS, Artifact, Identity, data_digests, identify, input_digest
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.feedback.config import RANKINGS, FeedbackSettings
@@ -22,6 +22,8 @@ UPSTREAM_LATER = {("feedback", "model"): "ppo", ("feedback", "earlier"): "feedba
 """Which stage fills in what in later rounds, where that differs from UPSTREAM."""
 ROUND = ("feedback", "reward", "ppo")
 """What is gone through again in each round."""
+FORCED = "--force; the earlier result is kept"
+"""Why a stage runs that was finished."""
 
 Made = Mapping[str, Path | None]
 """Stages with a result: its sealed folder, or None where the result is still to be made."""
@@ -106,6 +108,20 @@ def make_plan(recipe: Recipe, run_dir: Path, scope: Scope | None = None) -> list
         made.pop(stage, None)  # what a round skips, it has not from the round before
         if step.action != "skip":
             made[stage] = step.folder if step.action == "reuse" else None
+    return _with_what_force_costs(steps, run_dir) if scope.force else steps
+
+
+def _with_what_force_costs(steps: list[Step], run_dir: Path) -> list[Step]:
+    """The same, the last stage that is forced with a note of the finished ones that wait for its new model."""
+    done = {name for name, entry in as_sealed(run_dir, read_summary(run_dir)).items() if entry.status == "done"}
+    forced = max((n for n, step in enumerate(steps) if step.reason == FORCED), default=len(steps))
+    lost = [step.name for step in steps[forced + 1 :] if step.name in done and step.folder is None]
+    if lost:
+        note = (
+            f"what was made from its earlier result has to be made again, unless the new one is the same: "
+            f"{', '.join(lost)}; old results stay, but summary.json does not name them any more"
+        )
+        steps[forced] = replace(steps[forced], notes=(*steps[forced].notes, note))
     return steps
 
 
@@ -143,10 +159,7 @@ def _plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sc
         return Step(stage, "reuse", "finished; nothing it depends on changed", settings, artifact.folder, identity)
     if artifact.folder.exists():
         return Step(stage, "resume", _how_far(artifact.folder), settings, artifact.folder, identity)
-    if stage in scope.force and settings.attempt:
-        reason = "--force; the earlier result is kept"
-    else:
-        reason = why_new(identity, run_dir)
+    reason = FORCED if stage in scope.force and settings.attempt else why_new(identity, run_dir)
     return Step(stage, "run", reason, settings, artifact.folder, identity)
 
 

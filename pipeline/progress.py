@@ -83,7 +83,7 @@ def telling(what: str, say: Callable[[str], None]) -> Iterator[Callable[[str], N
         pause = PATIENCE
         with suppress(OSError, ValueError):  # nobody reads on, the disk is full, the stream is closed
             while not over.wait(pause):
-                say(f"{text} ({duration(monotonic() - began)})")
+                say(f"{text}, {duration(monotonic() - began)} so far")
                 pause = SECONDS_BETWEEN_LINES
 
     thread = Thread(target=lines, daemon=True)

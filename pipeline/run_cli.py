@@ -13,6 +13,7 @@ from rlhf.pipeline.tables import show_table
 
 if TYPE_CHECKING:
     from rlhf.pipeline.plan import Scope
+    from rlhf.pipeline.recipe import Recipe
 
 PROFILE = "RLHF_PROFILE"
 """In the environment of a stage that is to record a trace."""
@@ -140,15 +141,15 @@ def status(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     """Show how far a run is."""
     import json
 
-    from rlhf.pipeline.summary import missing_folders, nested, run_status
+    from rlhf.pipeline.summary import messages, nested, run_status
 
     stages = run_status(run_dir)
     if as_json:
         print(json.dumps(nested(stages), indent=1))
     else:
         _stage_table(stages)
-        for told in missing_folders(stages):
-            print(f"warning: {told}")
+        for told in messages(stages):
+            print(told)
 
 
 @run_app.command()
@@ -235,11 +236,22 @@ def _run(
         told = shlex.quote(str(folder))
         print(f"next: rlhf chat {told}, rlhf eval {told} (more figures), rlhf export {told} OUT (a model for others)")
     if profile:
-        trace = folder / (entries[str(scope.last)].folder or "") / "profile" / "trace.json.gz"
-        none = "none: the stage was finished before; with --force it runs anew"
-        print(f"profile: {trace if trace.is_file() else none}")
+        made = folder / (entries[str(scope.last)].folder or "")
+        trace = made / "profile" / "trace.json.gz"
+        print(f"profile: {trace if trace.is_file() else _why_no_trace(made, loaded, recipe, overrides)}")
     if any(entry.status == "waiting" for entry in entries.values()):
         raise typer.Exit(WAITING)
+
+
+def _why_no_trace(folder: Path, recipe: "Recipe", name: str, overrides: list[str] | None) -> str:
+    """That a finished stage records nothing, and the command that trains it from the same models in a run folder of its
+    own."""
+    from rlhf.pipeline.differences import filled_in
+
+    run_dir, stage = folder.parent, folder.name.partition("-")[0]
+    inputs = [f"{stage}.{field}={value}" for field, value in filled_in(recipe, folder).items()]
+    words = [stage, name, *(overrides or ()), *inputs, "--run-dir", f"{run_dir}-profiled", "--profile"]
+    return f"none, since {stage} was finished before; `{shlex.join(['rlhf', *words])}` trains it once more elsewhere"
 
 
 def _sweep(sweep: str, recipe: str, overrides: list[str], run_dir: Path, force: bool) -> None:
@@ -282,6 +294,6 @@ def _stage_table(stages: dict[str, dict[str, Any]]) -> None:
             progress += f", about {duration(left)} left"
         rows.append((
             stage, outcome(entry), duration(entry["seconds"]),
-            headline(stage, entry["metrics"]) or entry.get("message") or progress, entry["model"] or "",
+            headline(stage, entry["metrics"]) or progress, entry["model"] or "",
         ))  # fmt: skip
     show_table(("stage", "status", "time", "result", "model"), rows)

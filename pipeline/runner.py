@@ -1,7 +1,7 @@
 """The run: check everything, then stage by stage plan, train, and write down how far it is."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from rlhf.pipeline import gates
 from rlhf.pipeline.clean import Item, delete, run_temporaries
 from rlhf.pipeline.errors import RunFailed, RunStopped, begun
 from rlhf.pipeline.evaluation import keep_current
-from rlhf.pipeline.launch import ERROR_LOG, run_stage
+from rlhf.pipeline.launch import ERROR_LOG, NO_TRACEBACK, run_stage
 from rlhf.pipeline.lock import LOCK, held
 from rlhf.pipeline.plan import Scope, Step, make_plan, plan_stage
 from rlhf.pipeline.preflight import Say, refuse_bad_input, refuse_foreign_files
@@ -105,7 +105,8 @@ def run_steps(
 
     With `evaluate` the models are measured after each stage that was trained.
     """
-    entries = _first_entries(steps, recipe, run_dir)
+    earlier = read_summary(run_dir)
+    entries = _first_entries(steps, recipe, run_dir, earlier)
     changed = write_summary(run_dir, entries)  # first: it marks the folder, and the files beside it, as ours
     write_recipe(run_dir, recipe)
     made: dict[str, Path | None] = {}
@@ -115,7 +116,7 @@ def run_steps(
             failed = entries[rewards].metrics.get("gates_failed", [])
             if failed:
                 return entries, changed, failed
-        if step.action == "run" and step.folder is None:  # its inputs exist now, and with them its key
+        if step.action in ("run", "skip") and step.folder is None:  # its inputs exist now, and with them its key
             step = plan_stage(recipe, step.stage, run_dir, made, scope, step.round) or step
         say(_describe(step))
         for note in step.notes:
@@ -129,7 +130,7 @@ def run_steps(
         elif step.action == "reuse":
             assert step.folder is not None
             rmtree(step.folder / "checkpoints", ignore_errors=True)  # which a kill after the seal may have left
-            entries[step.name] = _finished(step, recipe, run_dir, entries[step.name])
+            entries[step.name] = _finished(step, recipe, run_dir, earlier.get(step.name, entries[step.name]))
             changed |= write_summary(run_dir, entries)
         made.pop(step.stage, None)
         if step.action != "skip":
@@ -175,7 +176,8 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
         code = 130 if isinstance(stop, KeyboardInterrupt) else stop.code
         if code not in (130, 143):
             ended("failed")
-            raise RunFailed(f"{stage}: ended itself with code {code}; {_how_to_go_on(folder)}") from stop
+            ended_so = f"{stage}: ended itself with code {code}"
+            raise RunFailed(f"{ended_so}; {_how_to_go_on(folder, ended_itself=True)}") from stop
         if Artifact(folder).sealed:  # the signal came too late to interrupt it
             ended("done")
             entries[stage] = _finished(step, recipe, run_dir, entries[stage])
@@ -204,19 +206,24 @@ def _describe(step: Step) -> str:
     return f"{step.name}: {step.action}{where} ({reason})"
 
 
-def _how_to_go_on(folder: Path, is_stopped: bool = False) -> str:
-    cure = "run again" if is_stopped else "correct it and run again"
-    log = f" (traceback in {folder / ERROR_LOG})" if (folder / ERROR_LOG).exists() else ""
+def _how_to_go_on(folder: Path, is_stopped: bool = False, ended_itself: bool = False) -> str:
+    """Where a stage that did not come to its end goes on. There is something to correct where the stage broke, and none
+    where its process was killed, which leaves no traceback of the stage."""
+    log, to_correct = "", ended_itself
+    if (path := folder / ERROR_LOG).exists():
+        to_correct = not path.read_text(encoding="utf-8").startswith(NO_TRACEBACK)
+        log = f" ({'traceback' if to_correct else 'what its processes said'} in {path})"
+    to_correct = to_correct and not is_stopped
+    cure = "correct it and run again" if to_correct else "run again"
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         return f"no checkpoint yet{log}; {cure}"
-    new = "" if is_stopped else ", or starts over in a new folder if data, code or a setting of the result was changed"
+    new = ", or starts over in a new folder if data, code or a setting of the result was changed" if to_correct else ""
     return f"state is kept in {folder}{log}; {cure}: it goes on from step {checkpoint.step}{new}"
 
 
-def _first_entries(steps: list[Step], recipe: Recipe, run_dir: Path) -> dict[str, Entry]:
+def _first_entries(steps: list[Step], recipe: Recipe, run_dir: Path, earlier: Mapping[str, Entry]) -> dict[str, Entry]:
     """What summary.json says before the first stage starts; stages of other recipes drop out."""
-    earlier = read_summary(run_dir)
     entries = {}
     for step in steps:
         old = earlier.get(step.name)

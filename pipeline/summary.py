@@ -1,14 +1,15 @@
 """summary.json: how far a run is, and that as people read it."""
 
 import json
+import shlex
 import sqlite3
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from rlhf.data.errors import RefusedError, SettingsError, first_line
@@ -51,6 +52,7 @@ def _of_usual_size(metrics: dict[str, Any]) -> dict[str, Any]:
 
 Metrics = Annotated[dict[str, Any], AfterValidator(_of_usual_size)]
 """Final metrics of a stage."""
+_METRICS: TypeAdapter[dict[str, Any]] = TypeAdapter(Metrics)
 
 
 @dataclass
@@ -150,15 +152,30 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
     """summary.json, with step, steps and message of stages under way, and seconds_left of one that runs; 'interrupted'
     for one whose process is gone. A finished one has a message where its folder is not, or not whole, in the run any
     more."""
-    if not run_dir.is_dir() or not (run_dir / "summary.json").is_file():
-        raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
+    if not (run_dir / "summary.json").is_file():
+        raise no_run_folder(run_dir)
     return with_progress(run_dir, read_summary(run_dir))
+
+
+def no_run_folder(folder: Path) -> SettingsError:
+    """Says that a folder is none of a run, and of a stage's how far that is."""
+    if not (folder / "settings.yaml").is_file():
+        return SettingsError(f"{folder}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
+    told = _told_by(folder)
+    if Artifact(folder).sealed:
+        state = f"done, its result is {folder}"
+    else:
+        at = f" at step {told['step']} of {told['steps']}" if told.get("steps") else ""
+        state = f"{told.get('state', 'not begun')}{at}"
+    run_dir = folder.absolute().parent
+    cure = f"; `{shlex.join(['rlhf', 'status', str(folder.parent)])}`" if (run_dir / "summary.json").is_file() else ""
+    return SettingsError(f"{folder}: not a run folder but that of one stage ({state}){cure}")
 
 
 def with_progress(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
     """The same of entries that were read."""
     stages: dict[str, dict[str, Any]] = {}
-    for stage, entry in entries.items():
+    for stage, entry in as_sealed(run_dir, entries).items():
         stages[stage] = asdict(entry)
         if entry.status == "running" and not in_use(run_dir):
             stages[stage]["status"] = "interrupted"
@@ -173,6 +190,25 @@ def with_progress(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, dict
             if stages[stage]["status"] == "running":
                 stages[stage]["seconds_left"] = _seconds_left(run_dir / entry.folder, told)
     return stages
+
+
+def as_sealed(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Entries where each stage whose folder is sealed is done: it may have been finished by hand since the run."""
+    return {stage: _as_sealed(run_dir, entry) for stage, entry in entries.items()}
+
+
+def _as_sealed(run_dir: Path, entry: Entry) -> Entry:
+    if entry.status == "done" or entry.folder is None:
+        return entry
+    artifact = Artifact(run_dir / entry.folder)
+    try:
+        if not artifact.sealed:
+            return entry
+        metrics = _METRICS.validate_python(artifact.manifest.get("metrics", {}))
+    except (SettingsError, ValidationError):
+        return entry  # `rlhf verify` tells of a damaged manifest
+    model = f"{entry.folder}/model" if artifact.model.is_dir() else None
+    return replace(entry, status="done", model=model, metrics=metrics)
 
 
 def _why_missing(run_dir: Path, folder: str) -> str | None:
@@ -223,6 +259,12 @@ def _seconds_left(folder: Path, told: dict[str, Any]) -> float | None:
 def missing_folders(stages: dict[str, dict[str, Any]]) -> list[str]:
     """What `run_status` says of finished stages whose folders are missing, in a line each."""
     return [entry["message"] for entry in stages.values() if entry["status"] == "done" and "message" in entry]
+
+
+def messages(stages: dict[str, dict[str, Any]]) -> list[str]:
+    """What `run_status` has to say of stages beside their figures, in a line each."""
+    told = {stage: " ".join(entry["message"].split()) for stage, entry in stages.items() if entry.get("message")}
+    return [f"{'warning' if stages[stage]['status'] == 'done' else stage}: {text}" for stage, text in told.items()]
 
 
 def rated_now(folder: Path) -> dict[str, Any]:

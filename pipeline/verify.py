@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.lock import in_use
-from rlhf.pipeline.summary import read_summary
+from rlhf.pipeline.summary import no_run_folder, read_summary
 from rlhf.pipeline.tables import size_text
 from rlhf.stages.artifact import BESIDE, OF_PEOPLE, RESULTS, STEPS, Artifact, is_temporary, result_files
 from rlhf.stages.checkpoints import Incomplete, read_checkpoint
@@ -46,7 +46,7 @@ def verify(run_dir: Path, tell: Callable[[str], None] = lambda text: None) -> Fo
     """
     folders = stage_folders(run_dir)
     if not (run_dir / "summary.json").is_file() and not folders:
-        raise SettingsError(f"{run_dir}: not a run folder (no summary.json); `rlhf run RECIPE` makes one")
+        raise no_run_folder(run_dir)
     found = Found()
     found.damage += _summary(run_dir)
     working = in_use(run_dir)

@@ -60,8 +60,8 @@ def classifier_on(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def lora_config(model: PreTrainedModel, lora: LoraSettings, **more: Any) -> LoraConfig:
-    """PEFT's config of an adapter for this model. Raises RefusedError where it would adapt what makes logits."""
-    _refuse_head(model, lora.target_modules)
+    """PEFT's config of an adapter for this model. Raises RefusedError for targets that are not there or make logits."""
+    _check_targets(model, lora.target_modules)
     return LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -76,10 +76,8 @@ def add_lora(model: PreTrainedModel, lora: LoraSettings) -> None:
     try:
         _inject(config, model)
     except ValueError as error:  # it lists no layers; the names of those that there are help
-        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-        names = sorted({name.rpartition(".")[2] for name in linear} - {"lm_head", "score"})
         where = f"lora.target_modules: {lora.target_modules}"
-        raise RefusedError(f"{where} names no layer, or one that LoRA cannot adapt; there are {names}") from error
+        raise RefusedError(f"{where} names what LoRA cannot adapt; there are {_linear_names(model)}") from error
     if heads:
         model.score.requires_grad_(True)
 
@@ -153,19 +151,26 @@ def save_head(folder: Path, head: nn.Linear) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}, folder / HEAD)
 
 
-def _refuse_head(model: PreTrainedModel, targets: list[str] | str) -> None:
-    """Refuse to adapt what makes the logits, whose weight alone is read here, and embeddings that are the same weight:
-    the adapter would be of one use of it, and once merged of both."""
-    head = model.get_output_embeddings()
-    if targets == "all-linear" or head is None:  # PEFT leaves the head out by itself
+def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
+    """Refuse names of no layer, and to adapt what makes the logits, whose weight alone is read here, or embeddings that
+    are the same weight: the adapter would be of one use of it, and once merged of both."""
+    if targets == "all-linear":  # PEFT leaves the head out by itself
         return
-    uses = [name for name, module in model.named_modules() if getattr(module, "weight", None) is head.weight]
+    head = model.get_output_embeddings()
     for target in targets:
-        if any(f".{name}".endswith(f".{target}") for name in uses):
+        found = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
+        if not found:
+            raise RefusedError(f"lora.target_modules: '{target}' names no layer; there are {_linear_names(model)}")
+        if head is not None and any(getattr(module, "weight", None) is head.weight for module in found):
             raise RefusedError(
                 f"lora.target_modules: '{target}': the layer that makes the logits cannot be adapted here, nor "
                 "embeddings that share its weight (tie_word_embeddings); leave it out"
             )
+
+
+def _linear_names(model: PreTrainedModel) -> list[str]:
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    return sorted({name.rpartition(".")[2] for name in linear} - {"lm_head", "score"})
 
 
 def _inject(config: LoraConfig, model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -185,6 +186,22 @@ class Artifact:
                     what = "it was changed since the stage wrote it; put it back as it was, or delete the line"
                     raise RefusedError(f"{path} line {number}: cannot be read ({error}); {what}") from None
         return rows
+
+
+def refuse_finished(folder: Path, stage: str) -> None:
+    """Refuse to train in a folder that is sealed, with what runs the stage once more."""
+    if Artifact(folder).sealed:
+        new = folder.parent.parent / "again" / folder.name
+        words = [
+            ["mkdir", "-p", new],
+            ["cp", folder / "settings.yaml", new],
+            ["python", "-m", f"rlhf.stages.{stage}", new],
+        ]
+        again = " && ".join(shlex.join(map(str, each)) for each in words)
+        raise RefusedError(
+            f"{folder}: is finished (it has a manifest.json) and stays as it is; to run it once more in another folder "
+            f"with its settings: `{again}`"
+        )
 
 
 def refuse_damaged_model(model: Path, hashes: bool = False) -> None:

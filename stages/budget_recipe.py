@@ -12,6 +12,7 @@ from rlhf.stages.budget import Case, Phase
 from rlhf.stages.budget_ppo import is_adapter, ppo
 from rlhf.stages.budget_stages import pretrain, reward, sft
 from rlhf.stages.devices import Device
+from rlhf.stages.footprint import UntraceableError
 from rlhf.stages.models import load_tokenizer
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -71,10 +72,10 @@ def phases_of(request: Request, stage: str, settings: Any, device: Device) -> tu
         case = _with_rewards(request, settings, case)
     try:
         phases = BUDGETS[stage](settings, case)
-    except (AttributeError, KeyError, RuntimeError) as error:  # experts, state-space layers, an attention of its own
+    except UntraceableError as error:
         raise RefusedError(
             f"{stage}.model: a model of type {case.config.model_type} cannot be traced without its weights "
-            f"({first_line(error)}); run the stage for a few steps and read peak_gib in its metrics.jsonl"
+            f"({error}); run the stage for a few steps and read peak_gib in its metrics.jsonl"
         ) from error
     if not device.is_gpu:
         for phase in phases:

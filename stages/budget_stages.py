@@ -23,13 +23,14 @@ from rlhf.stages.budget_parallel import phase_of, sampling, updating
 from rlhf.stages.budget_sampling import decoding, engine_of, sampled
 from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, learn, traced
 from rlhf.stages.head_loss import head_loss
-from rlhf.stages.models import PolicyModel, ScalarModel, num_positions
+from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.packing import TOKENS_AT_ONCE, read
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.train import make_optimizers
 from rlhf.stages.reward.answers import AT_ONCE as SAMPLED_AT_ONCE
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.sft.config import SFTSettings
+from rlhf.stages.text_limits import num_positions
 
 Texts = SFTSettings | RewardSettings
 

@@ -99,6 +99,8 @@ def several(text: str) -> tuple[int, Device]:
 
 def named(name: str, option: str = "--device") -> Device:
     """A device by its name, or by so much of it as tells it apart from others, in any case (h100, a100-40gb)."""
+    if option == "--device" and re.fullmatch(r"\d+[xX×].+", name):
+        raise SettingsError(f"--device {name}: is one; for so many of a kind give --devices {name}")
     words = _words(name)
     found = [device for device in DEVICES.values() if words == _words(device.name)] or [
         device for device in DEVICES.values() if words and words <= _words(device.name)

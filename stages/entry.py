@@ -1,29 +1,41 @@
 """What `-m rlhf.stages.STAGE FOLDER` does, which is how `accelerate launch` starts a stage."""
 
+import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from accelerate.state import PartialState
 
 from rlhf.data.errors import RefusedError, Stopped
-from rlhf.stages import logs, stopping, watchdog
+from rlhf.stages.artifact import Artifact, refuse_finished
 from rlhf.stages.secrets import mask
 from rlhf.stages.streams import go_on_unread
 
 
-def run_stage(train: Callable[[str], Any]) -> None:
+def run_stage(stage: str) -> None:
     """Train in the folder, and say in status.json and the exit code how it went."""
     if len(sys.argv) != 2:
-        print("usage: -m rlhf.stages.STAGE FOLDER (a folder with a settings.yaml)", file=sys.stderr)
+        print(f"usage: python -m rlhf.stages.{stage} FOLDER (a folder with a settings.yaml)", file=sys.stderr)
         raise SystemExit(2)
     go_on_unread()
     folder = Path(sys.argv[1])
     try:
-        train(sys.argv[1])
+        refuse_finished(folder, stage)
+    except RefusedError as error:  # before torch is imported, which takes seconds
+        print(f"error: {mask(str(error))}", file=sys.stderr)
+        raise SystemExit(2) from None
+    _train(stage, folder)
+
+
+def _train(stage: str, folder: Path) -> None:
+    from accelerate.state import PartialState
+
+    from rlhf.stages import logs, stopping, watchdog
+
+    train = importlib.import_module(f"rlhf.stages.{stage}.train").train
+    try:
+        train(folder)
+        is_main = PartialState().is_main_process
         PartialState().destroy_process_group()
     except Stopped as stop:
         stopping.end_process(stop.code)
@@ -36,3 +48,5 @@ def run_stage(train: Callable[[str], Any]) -> None:
         if os.environ.get("RLHF_DEBUG"):
             print(mask(traceback.format_exc()), file=sys.stderr)
         raise SystemExit(2 if refused else 1) from None
+    if is_main and "RLHF_RUN" not in os.environ and (artifact := Artifact(folder)).sealed:  # a run says it itself
+        print(f"{stage}: done, {artifact.model if artifact.model.is_dir() else folder}", flush=True)

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from rlhf.data.errors import first_line
+
 ATTENTION, PADDED = "rlhf_footprint", "rlhf_footprint_padded"
 """What transformers calls the stand-in, for texts that fill their rows and for padded ones."""
 BLOCK = 512  # bytes; torch's allocator for CUDA rounds up to it
@@ -36,6 +38,10 @@ Fused = Literal["layers", "all"] | None
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.embedding.default}
 _NEW = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.zeros_like.default}
+
+
+class UntraceableError(Exception):
+    """What a model's code does with tensors without contents fails."""
 
 
 class Footprint(TorchDispatchMode):
@@ -180,12 +186,18 @@ def traced(
     run: Callable[[Sequence[PreTrainedConfig], Footprint], None],
     fused: Fused = None,
 ) -> Moments:
-    """The moments of what `run` does with models of these configs, which it makes itself, inside of `footprint.of`."""
+    """The moments of what `run` does with models of these configs, which it makes itself, inside of `footprint.of`.
+
+    Raises UntraceableError where their code wants weights with contents, or an attention of its own.
+    """
     depths = sorted({_depth(config) for config in configs})
 
     def of(deeper: int | None) -> Moments:
         footprint = Footprint(configs[0].get_text_config().vocab_size, fused)
-        run([at_depth(config, 2 if _depth(config) == deeper else 1) for config in configs], footprint)
+        try:
+            run([at_depth(config, 2 if _depth(config) == deeper else 1) for config in configs], footprint)
+        except (AttributeError, KeyError, RuntimeError) as error:  # experts, state-space layers, an own attention
+            raise UntraceableError(first_line(error)) from error
         return footprint.moments
 
     least = of(None)

@@ -40,7 +40,7 @@ NAMES = {
     "repetition": "repetition within an answer",
     "refusal_share": "share of refusals",
     "num_demonstrations": "demonstrations to train on",
-    "num_rankings": "prompts with ranked answers",
+    "num_rankings": "rankings",
     "num_votes": "votes",
     "num_disagreed": "rated by several who differ",
     "num_prompts": "prompts to train on",

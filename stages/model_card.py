@@ -13,7 +13,7 @@ from rlhf.stages.artifact import Artifact
 from rlhf.stages.metric_names import NAMES, between, metric, number, of_share
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_OF_PROMPTS = ("win_rate", "score_win_rate", "accuracy")  # shares that are told with an interval, as in the report
+_OF_PROMPTS = ("win_rate", "score_win_rate", "prompt_accuracy")  # means over prompts, told with an interval
 _DOES = {
     "pretrain": "A base model, trained on raw text",
     "sft": "A language model, fine-tuned on demonstrations",

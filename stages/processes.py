@@ -4,7 +4,8 @@ import inspect
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -49,12 +50,22 @@ def _goes_for_weights(*_: Any) -> None:
 def _was_asked_for_more() -> bool:
     """Whether `accelerate launch`, by hand, was to start several processes on this machine and started this one alone.
 
-    Its launcher of one process leaves where they would have met, and no WORLD_SIZE. That of a run says how many it
-    wants.
+    Its launcher of one process leaves where they would have met, and no WORLD_SIZE: a place that it was given itself,
+    by a shell or a cluster, says nothing. Its `--cpu` takes the number of GPUs for that of processes where none is
+    given. A run says how many it wants. Without /proc, all that cannot be told.
     """
-    given = os.environ
-    by_hand = "ACCELERATE_DYNAMO_BACKEND" in given and "RLHF_NUM_PROCESSES" not in given
-    return by_hand and given.get("MASTER_ADDR") == "127.0.0.1" and "WORLD_SIZE" not in given
+    given, launcher = os.environ, Path(f"/proc/{os.getppid()}")
+    if given.get("MASTER_ADDR") != "127.0.0.1" or "WORLD_SIZE" in given or "RLHF_NUM_PROCESSES" in given:
+        return False
+    with suppress(OSError):
+        words, variables = ((launcher / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        is_launcher = any(b"accelerate" in word for word in words)
+        has_place = any(variable.startswith(b"MASTER_ADDR=") for variable in variables)
+        is_told = b"--cpu" not in words or any(
+            word.replace(b"_", b"-").startswith((b"--num-p", b"--config")) for word in words
+        )
+        return is_launcher and is_told and not has_place
+    return False
 
 
 class Processes:

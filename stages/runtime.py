@@ -25,7 +25,7 @@ from rlhf.data.errors import DataError, RefusedError, Stopped
 from rlhf.data.report import Report
 from rlhf.data.split import train_and_eval
 from rlhf.stages import logs, out_of_memory, profile, random_states, sharding, stopping, training_state, watchdog
-from rlhf.stages.artifact import Artifact, identify, refuse_damaged_model, remove_temporaries, seal
+from rlhf.stages.artifact import identify, refuse_damaged_model, refuse_finished, remove_temporaries, seal
 from rlhf.stages.checkpoints import (
     CannotWrite,
     Checkpoint,
@@ -47,8 +47,7 @@ class Runtime(Processes, Generic[AnyStage]):
     """One stage's run in its folder."""
 
     def __init__(self, settings: AnyStage, folder: Path) -> None:
-        if Artifact(folder).sealed:
-            raise RefusedError(f"{folder}: is finished (it has a manifest.json) and stays as it is; use another folder")
+        refuse_finished(folder, settings.stage)
         self.settings, self.folder = settings, folder
         self.num_steps = 0
         """Set by the stage as soon as it knows."""

@@ -173,10 +173,12 @@ class Stopping:
         due = math.inf
         interval = math.inf if self.watchdog is None else self.watchdog.interval
         while True:
-            left = min(max(due - monotonic(), 0.0), interval)
+            left, before = min(max(due - monotonic(), 0.0), interval), monotonic()
             if not select.select([heard], [], [], None if left == math.inf else left)[0]:
                 if monotonic() >= due:
                     self._end()
+                if self.watchdog is not None:
+                    self.watchdog.stood(max(monotonic() - before - left, 0.0))
                 if self.watchdog is not None and (standstill := self.watchdog.look(self.training or self.watched)):
                     self._end_standstill(standstill)
                 continue

@@ -114,6 +114,10 @@ class Watchdog:
         with self.waiting(True):
             yield
 
+    def stood(self, seconds: float) -> None:
+        """This process was stopped for so long, as with its whole job, and could not have moved."""
+        self._moved += seconds
+
     def look(self, training: bool) -> str | None:
         """Write down where this process is, and look at the others if in training it has not moved for too long.
 
@@ -148,7 +152,10 @@ class Watchdog:
         return [place.pid for place in self._silent(self.places()) if place.host == self._place.host]
 
     def _silent(self, places: list[Place]) -> list[Place]:
-        """Three of the intervals in which each writes are less than this, and clocks may differ by a minute."""
+        """Those whose last word is this much older than the newest; clocks may differ by a minute.
+
+        Each writes every `limit / 4` at the latest: a process that lives has never been silent for so long.
+        """
         last = max((place.seen for place in places), default=0.0)
         return [place for place in places if last - place.seen >= 0.75 * self.limit]
 

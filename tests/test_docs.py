@@ -148,6 +148,8 @@ OF_OTHERS = {
     "vllm": "a server in an environment of its own",
     "machine.sh": "tests/test_clusters.py runs it",
     "echo": "what it says is piped into a command of ours",
+    "mkdir": "a folder for the settings of a stage",
+    "cp": "puts them there",
 }
 """First words of commands that are not ours, and why nothing is done with them here."""
 

@@ -105,12 +105,12 @@ class Tally:
             if judged.gold is not None:
                 self._add_gold(name, vote.ranks, judged.gold)
         if len(votes) > 1:
-            self._add_values(votes)
+            self._add_values(judged.prompt_id, votes)
 
-    def _add_values(self, votes: list[Vote]) -> None:
+    def _add_values(self, prompt_id: int, votes: list[Vote]) -> None:
         num = len(votes[0].ranks)
         units = range(len(self._prompt_of_unit), len(self._prompt_of_unit) + num)
-        self._prompt_of_unit += [self._num_prompts] * num
+        self._prompt_of_unit += [prompt_id] * num  # whichever round it is of
         for vote in votes:
             values = [(place - 1) / (num - 1) for place in places(vote.ranks)]
             for who in ("all", _who(vote.rater)):

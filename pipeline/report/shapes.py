@@ -171,6 +171,8 @@ class Group(BaseModel):
     name: str
     pairs: Count
     accuracy: Share
+    prompts: Count | None = None
+    prompt_accuracy: Share | None = None
 
 
 class Bin(BaseModel):

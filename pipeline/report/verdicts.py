@@ -22,8 +22,8 @@ WEAK_ACCURACY = 0.6
 2022), and published reward models with them in 0.65 to 0.75: below 0.6 it is nearer to guessing than to either."""
 A_TENTH = 0.1
 """Of accuracy over a rule: where the interval holds both the rule's figure and so much more, nothing is shown."""
-SHORTER_WINS_PAIRS = 30
-"""Pairs whose better answer is the shorter one, from which on a share of them is known to about ±0.18."""
+SHORTER_WINS_PROMPTS = 30
+"""Prompts with pairs whose better answer is the shorter one, from which on a share of them is known to about ±0.18."""
 
 Tone = Literal["good", "doubtful", "bad", "open"]
 
@@ -108,15 +108,15 @@ def feedback(metrics: Mapping[str, Any]) -> Verdict:
     if not num:
         return Verdict("nothing_ranked", "bad", "Feedback brought nothing: no prompt has ranked answers.")
     differ, tied = metrics.get("num_disagreed") or 0, metrics.get("num_tied") or 0
-    more = f", {number(differ)} of them rated by several who differ" if differ else ""
+    more = f", {number(differ)} of them by several raters who differ" if differ else ""
     if tied > num:
         return Verdict(
             "mostly_ties",
             "doubtful",
-            f"Feedback ranked {number(num)} prompts, but all answers of {number(tied)} others are tied: the answers "
+            f"Feedback brought {number(num)} rankings, but all answers of {number(tied)} others are tied: the answers "
             "are too much alike.",
         )
-    return Verdict("ranked", "good", f"Feedback ranked the answers to {number(num)} prompts{more}.")
+    return Verdict("ranked", "good", f"Feedback brought {number(num)} rankings{more}.")
 
 
 def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) -> Verdict:
@@ -127,12 +127,15 @@ def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) ->
     spreads = [metrics.get(f"{side}_std") for side in ("chosen", "rejected")]
     if spreads == [0.0, 0.0] and metrics.get("chosen_mean") == metrics.get("rejected_mean"):
         return Verdict("constant", "bad", "The reward model is broken: it gives every answer the same score.")
-    # Pairs of one prompt are not independent of each other, so prompts are what counts.
+    # Pairs of one prompt are not independent of each other, so the interval is that of a mean over prompts, which is
+    # the accuracy itself where all have as many pairs.
     num = metrics.get("num_eval_prompts") or (card or {}).get("num_prompts")
-    interval = of_share(accuracy, num) if num else (accuracy, accuracy)
+    by_prompt = metrics.get("prompt_accuracy", accuracy)
+    interval = of_share(by_prompt, num) if num else (accuracy, accuracy)
     known = f"accuracy {share(accuracy)} on held-out pairs"
     if num:
-        known += f" of {number(num)} prompts ({between(interval)})"
+        averaged = "" if share(by_prompt) == share(accuracy) else f"averaged prompt by prompt {share(by_prompt)}, "
+        known += f" of {number(num)} prompts ({averaged}{between(interval)})"
     if interval[1] < 0.5:
         return Verdict("inverted", "bad", f"The reward model prefers the worse answer: {known}.")
     if interval[0] <= 0.5 and interval[1] >= WEAK_ACCURACY:
@@ -158,13 +161,18 @@ def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) ->
     if failed := metrics.get("gates_failed"):
         return Verdict("below_its_bar", "bad", f"The reward model is below its bar: {'; '.join(failed)}.")
     for group in (card or {}).get("by_length", []):
-        right, pairs = group["accuracy"], group["pairs"]
-        if group["name"] == "better answer shorter" and pairs >= SHORTER_WINS_PAIRS and of_share(right, pairs)[1] < 0.5:
+        prompts = group.get("prompts") or 0  # which cards of earlier releases do not tell
+        if (
+            group["name"] == "better answer shorter"
+            and prompts >= SHORTER_WINS_PROMPTS
+            and of_share(group["prompt_accuracy"], prompts)[1] < 0.5
+        ):
             return Verdict(
                 "likes_length",
                 "doubtful",
-                f"The reward model likes length: accuracy {share(accuracy)}, but {share(right)} on the {number(pairs)} "
-                "pairs whose better answer is the shorter one.",
+                f"The reward model likes length: accuracy {share(accuracy)}, but {share(group['accuracy'])} on the "
+                f"{number(group['pairs'])} pairs, of {number(prompts)} prompts, whose better answer is the shorter "
+                "one.",
             )
     against = "" if longer is None else f"; always preferring the longer answer (in tokens) reaches {share(longer)}"
     if accuracy < WEAK_ACCURACY:

@@ -13,11 +13,11 @@ from rlhf.data.rows import Prompt
 from rlhf.stages.engines import Engine
 from rlhf.stages.evaluation.records import EvaluationFailed
 from rlhf.stages.microbatches import pieces
-from rlhf.stages.models import PolicyModel, load_policy, stops_of
+from rlhf.stages.models import PolicyModel, load_policy
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.ppo.reward_models import Episodes
-from rlhf.stages.ppo.rewards import Rewards, response_texts
+from rlhf.stages.ppo.rewards import Rewards, episodes_of
 from rlhf.stages.precision import half
+from rlhf.stages.text_limits import stops_of
 
 ROWS_AT_ONCE = 256
 """Answers that are sampled together where `ppo.generation_batch_size` says nothing."""
@@ -105,9 +105,8 @@ def _answers(
     responses, mask = sampled.tokens.to(device), sampled.mask.to(device)  # [B,R]
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad))  # [B,P]
     ids, attended = torch.cat([prompt_ids, responses], 1), torch.cat([prompt_mask, mask], 1)
-    stopped = mask & torch.isin(responses, torch.tensor(stops, device=device))  # [B,R]
-    ended = stopped.any(-1)
-    texts = response_texts(tokenizer, responses, mask, stops)
+    told = [asked.prompts[row] for row in rows]
+    episodes = episodes_of(ids, attended, mask, told, stops, tokenizer, law.microbatch_tokens or TOKENS_AT_ONCE)
     kl: list[float | None] = [None] * len(rows)
     if reference is speaker:
         kl = [0.0] * len(rows)
@@ -115,14 +114,12 @@ def _answers(
         kl = [*_log_ratio(speaker.reader, reference.reader, ids, attended, mask, law.temperature).tolist()]
     scores: list[float | None] = [None] * len(rows)
     if rewards is not None:
-        told = [asked.prompts[row] for row in rows]
-        scored = torch.cat([prompt_ids, responses.masked_fill(stopped, tokenizer.eos_token_id)], 1)  # as in PPO
-        episodes = Episodes(scored, attended, mask, ended, told, texts, law.microbatch_tokens or TOKENS_AT_ONCE)
         try:
             scores = [*rewards(episodes, law.microbatch_size)[0].tolist()]
         except ValueError as error:  # of a function, or a score that is no finite number
             raise EvaluationFailed(str(error)) from error
-    return [Answer(*values) for values in zip(texts, mask.sum(-1).tolist(), ended.tolist(), kl, scores, strict=True)]
+    columns = episodes.responses, mask.sum(-1).tolist(), episodes.ended.tolist(), kl, scores
+    return [Answer(*values) for values in zip(*columns, strict=True)]
 
 
 def _log_ratio(

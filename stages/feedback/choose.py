@@ -12,7 +12,8 @@ from rlhf.data.collate import pad_examples
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.messages import Messages
 from rlhf.data.tokens import Encoded, encode_example
-from rlhf.stages.models import load_scalar, load_tokenizer, num_positions
+from rlhf.stages.models import load_scalar, load_tokenizer
+from rlhf.stages.text_limits import num_positions
 
 AT_ONCE = 64  # answers that a reward model reads together
 

@@ -12,12 +12,13 @@ from rlhf.data.rows import Prompt, prompt_text
 from rlhf.stages.disk import replace_text
 from rlhf.stages.engines import Engine
 from rlhf.stages.judge import judge_answers
-from rlhf.stages.models import PolicyModel, stops_of
+from rlhf.stages.models import PolicyModel
 from rlhf.stages.out_of_memory import within_memory
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.rewards import Rewards, response_texts
 from rlhf.stages.ppo.rollout import Rollout, collect, give_room
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.text_limits import stops_of
 
 
 @dataclass

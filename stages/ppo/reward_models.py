@@ -28,23 +28,22 @@ from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import (
     SAFELY,
     ScalarModel,
-    check_positions,
     hand_over,
     load_scalar,
     load_tokenizer,
-    num_positions,
     read_tokenizer,
     why_not_loaded,
 )
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.sharding import evenly
+from rlhf.stages.text_limits import check_positions, num_positions
 
 
 @dataclass
 class Episodes:
     """B responses as ids and as text, in the order of the rollout."""
 
-    input_ids: Tensor  # [B,T] prompt and response, whose stop token is eos here, as in a reward model's training
+    scored_ids: Tensor  # [B,T] prompt and response as reward models read them: whatever ended it, eos does here
     attention_mask: Tensor  # [B,T] True on prompt tokens and on the response up to its stop token
     mask: Tensor  # [B,R] True on the response up to its stop token
     ended: Tensor  # [B] True where the response has a stop token
@@ -55,14 +54,14 @@ class Episodes:
 
     def to(self, device: torch.device) -> "Episodes":
         """The same, its tensors on a device."""
-        tensors = ("input_ids", "attention_mask", "mask", "ended")
+        tensors = ("scored_ids", "attention_mask", "mask", "ended")
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
     def cut(
         self, prompts: Sequence[int], responses: Sequence[int], max_rows: int | None, packed: bool = False
     ) -> list[Piece]:
         """What is read together, from the lengths that prompts and responses have for a model."""
-        device = self.input_ids.device.type
+        device = self.mask.device.type
         return pieces(prompts, responses, max_rows, max_tokens=self.max_tokens, device=device, packed=packed)
 
     def row(self, number: int) -> str:
@@ -98,7 +97,7 @@ class ModelReward(nn.Module):
         lengths = episodes.attention_mask[:, :-width].sum(-1).tolist(), episodes.mask.sum(-1).tolist()
         scores = torch.zeros(len(episodes.mask), device=episodes.mask.device)
         for piece in evenly(episodes.cut(*lengths, microbatch_size, self.scalar.packed), self.scalar):
-            ids, attention_mask = (piece.of_text(x, width) for x in (episodes.input_ids, episodes.attention_mask))
+            ids, attention_mask = (piece.of_text(x, width) for x in (episodes.scored_ids, episodes.attention_mask))
             in_response = torch.zeros_like(attention_mask)
             in_response[:, -piece.num_response :] = piece.of_response(episodes.mask)
             scores[piece.rows] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).float()
@@ -108,7 +107,7 @@ class ModelReward(nn.Module):
         assert self.tokenizer is not None
         encoded = [self._encode(episodes, row) for row in range(len(episodes.responses))]
         lengths = [len(text.input_ids) for text in encoded]
-        scores = torch.zeros(len(encoded), device=episodes.input_ids.device)
+        scores = torch.zeros(len(encoded), device=episodes.mask.device)
         cut = episodes.cut([0] * len(encoded), lengths, microbatch_size, self.scalar.packed)
         for piece in evenly(cut, self.scalar):
             padded = pad_examples([encoded[row] for row in piece.rows], self.tokenizer.pad_token_id)
@@ -157,7 +156,7 @@ class PairReward(nn.Module):
         for row, length in enumerate(lengths):
             if 0 < length - self.max_length >= whole.sequence_ids(row).count(0):  # all of the prompt is not enough
                 raise _too_long(self, episodes, row)
-        scores = torch.zeros(len(lengths), device=episodes.input_ids.device)
+        scores = torch.zeros(len(lengths), device=episodes.mask.device)
         fitting = [min(length, self.max_length) for length in lengths]
         for piece in evenly(episodes.cut([0] * len(lengths), fitting, microbatch_size), self.classifier):
             encoded = self.tokenizer(

@@ -113,7 +113,7 @@ class Rewards(nn.Module):
         `of_models` are the models' scores where they have been asked already. Raises ValueError naming reward and row
         where a reward fails or gives something that is no finite number.
         """
-        device = episodes.input_ids.device
+        device = episodes.mask.device
         columns = list(self.of_models(episodes, microbatch_size) if of_models is None else of_models)
         columns += [function(episodes).to(device) for function in self.functions]
         parts = torch.stack(columns, dim=-1)
@@ -199,6 +199,26 @@ def load_rewards(
             "list more under ppo.rewards, or leave it out"
         )
     return Rewards(models, functions, settings.ensemble, settings.ensemble_penalty)
+
+
+def episodes_of(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    mask: Tensor,
+    prompts: Sequence[Prompt],
+    stops: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None,
+) -> Episodes:
+    """What rewards are told of prompts and responses as they were sampled: ids and attention mask [B,T], mask [B,R].
+
+    Reward models learned that answers end with eos, also where this policy ends them with another of `stops`.
+    """
+    prompt_ids, responses = input_ids.split([input_ids.shape[1] - mask.shape[1], mask.shape[1]], dim=1)
+    stopped = mask & torch.isin(responses, torch.tensor(stops, device=mask.device))  # [B,R]
+    scored_ids = torch.cat([prompt_ids, responses.masked_fill(stopped, tokenizer.eos_token_id)], dim=1)
+    texts = response_texts(tokenizer, responses, mask, stops)
+    return Episodes(scored_ids, attention_mask, mask, stopped.any(-1), prompts, texts, max_tokens)
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Tensor, mask: Tensor, stops: list[int]) -> list[str]:

@@ -24,7 +24,7 @@ from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.placement import begun
 from rlhf.stages.ppo.reward_models import Episodes
-from rlhf.stages.ppo.rewards import Rewards, response_texts
+from rlhf.stages.ppo.rewards import Rewards, episodes_of
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.sharding import GatheredEngine, Whole, evenly, is_sharded
 
@@ -136,14 +136,9 @@ def collect(
     mask = sampled.mask.to(device)
     input_ids = torch.cat([prompt_ids, responses], dim=1)
     attention_mask = torch.cat([prompt_mask, mask], dim=1)
-    stopped = mask & torch.isin(responses, torch.tensor(stop_token_ids, device=device))  # [B,R]
-    ended = stopped.any(-1)
-    texts = response_texts(tokenizer, responses, mask, stop_token_ids)
-    doing("the rollout", input_ids[:microbatch_size])
     limit = settings.microbatch_tokens
-    # Reward models learned that answers end with eos, also where this policy ends them with another token.
-    scored = torch.cat([prompt_ids, responses.masked_fill(stopped, tokenizer.eos_token_id)], dim=1)
-    episodes = Episodes(scored, attention_mask, mask, ended, asked, texts, limit)
+    episodes = episodes_of(input_ids, attention_mask, mask, asked, stop_token_ids, tokenizer, limit)
+    doing("the rollout", input_ids[:microbatch_size])
     with placed(device, settings.offload, reference, rewards):
         logprobs, ref_logprobs, entropy, values = torch.zeros(4, *mask.shape, device=device)
         # The critic is asked about every slot that may be rewarded, also about one after the end.
@@ -154,7 +149,9 @@ def collect(
         beside = of_models = None
         if settings.placement == "second_gpu":
             there = reference.model.device
-            work = partial(read_there, reference, rewards, episodes.to(there), cut, settings, microbatch_size)
+            work = partial(
+                read_there, reference, rewards, input_ids.to(there), episodes.to(there), cut, settings, microbatch_size
+            )
             beside = begun(work, there)
         try:
             for piece in cut:
@@ -173,7 +170,7 @@ def collect(
         scores, parts_of_score = rewards(episodes, microbatch_size, of_models)
     return Rollout(
         input_ids, attention_mask, mask, logprobs, sampled.logprobs.to(device), ref_logprobs, entropy, values, scores,
-        parts_of_score, ended,
+        parts_of_score, episodes.ended,
     )  # fmt: skip
 
 
@@ -201,16 +198,17 @@ def read_part(
 def read_there(
     reference: PolicyModel,
     rewards: Rewards,
+    input_ids: Tensor,
     episodes: Episodes,
     cut: Sequence[Piece],
     settings: PPOSettings,
     microbatch_size: int | None,
 ) -> list[Tensor]:
-    """ref_logprobs [B,R], and the scores [B] of each reward model, where these models and the `episodes` are."""
+    """ref_logprobs [B,R] of ids [B,T], and the scores [B] of each reward model, where these and the models are."""
     width = episodes.mask.shape[1]
     ref_logprobs = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
     for piece in cut:
-        text = piece.of_text(episodes.input_ids, width), piece.of_text(episodes.attention_mask, width)
+        text = piece.of_text(input_ids, width), piece.of_text(episodes.attention_mask, width)
         logprobs, _, _ = reference(*text, piece.num_response, settings.temperature)
         ref_logprobs[piece.rows, : piece.num_response] = logprobs
     return [ref_logprobs, *rewards.of_models(episodes, microbatch_size)]

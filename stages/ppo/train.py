@@ -19,7 +19,7 @@ from rlhf.stages.bad_numbers import count_in_a_row
 from rlhf.stages.budget_ppo import described, memory
 from rlhf.stages.checkpoints import saying_what_cannot_be_written
 from rlhf.stages.microbatches import pieces
-from rlhf.stages.models import check_sampled, hand_over, load_tokenizer, stops_of
+from rlhf.stages.models import hand_over, load_tokenizer
 from rlhf.stages.out_of_memory import explained, within_memory
 from rlhf.stages.ppo.ahead import Ahead
 from rlhf.stages.ppo.config import PPOSettings
@@ -36,6 +36,7 @@ from rlhf.stages.ppo.work import Work
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
+from rlhf.stages.text_limits import check_sampled, stops_of
 from rlhf.stages.token_cache import TokenCache, tell
 
 

@@ -1,7 +1,6 @@
 """Run the stage in a folder with a settings.yaml: `accelerate launch -m rlhf.stages.pretrain FOLDER`."""
 
 from rlhf.stages.entry import run_stage
-from rlhf.stages.pretrain.train import train
 
 if __name__ == "__main__":
-    run_stage(train)
+    run_stage("pretrain")

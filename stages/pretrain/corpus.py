@@ -20,10 +20,11 @@ from rlhf.data.tokens import encode_documents
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import saying_what_cannot_be_written
 from rlhf.stages.disk import replace_text, swap_folder
-from rlhf.stages.models import check_positions, load_tokenizer, num_positions, why_not_loaded
+from rlhf.stages.models import load_tokenizer, why_not_loaded
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.tokenizer import existing_tokenizer, is_trained_here, train_tokenizer
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.text_limits import check_positions, num_positions
 from rlhf.stages.together import fill
 from rlhf.stages.token_cache import TokenCache, Tokens, tell
 

@@ -13,9 +13,10 @@ from transformers import (
 )
 
 from rlhf.stages.decoder import DecoderConfig
-from rlhf.stages.models import load_policy, num_positions
+from rlhf.stages.models import load_policy
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.tokenizer import padded_vocab_size
+from rlhf.stages.text_limits import num_positions
 
 
 def make_model(settings: PretrainSettings, tokenizer: PreTrainedTokenizerBase, spread: bool = False) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import copy_folder
-from rlhf.stages.models import compile_layers, hand_over, num_positions, save_folder, stops_of
+from rlhf.stages.models import compile_layers, hand_over, save_folder
 from rlhf.stages.optimizers import adamw, learning_rate_at, scaled_step, set_learning_rate, trained
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -32,6 +32,7 @@ from rlhf.stages.pretrain.objective import NextTokenLoss
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
+from rlhf.stages.text_limits import num_positions, stops_of
 
 
 @explained

@@ -11,16 +11,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import SettingsError
-from rlhf.data.rows import Messages, Ranking, prompt_text
+from rlhf.data.rows import Messages, Ranking, prompt_key, prompt_text
 from rlhf.data.tokens import answer_texts, encode_prompt
 from rlhf.stages.disk import replace_text, sync
 from rlhf.stages.endpoint import ChatModel
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.judge import judge_answers
-from rlhf.stages.models import load_policy, stops_of
+from rlhf.stages.models import load_policy
 from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.text_limits import stops_of
 
 SAMPLED = "sampled.jsonl"
 AT_ONCE = 128  # answers sampled together by each process
@@ -83,7 +84,7 @@ def sample_answers(
             run.on_main(partial(_append, path, rows), SAMPLED)
         found += rows
         run.say(f"sampled {len(found)} of {len(every)} answers", now_and_then=True)
-    run.say(f"sampled {len(every)} answers to {len(prompts)} prompts")
+    run.say(f"sampled {len(every)} answers to {len({prompt_key(prompt) for prompt in prompts})} prompts")
     del answer
     torch.cuda.empty_cache()
     answers: list[list[str]] = [[] for _ in prompts]

@@ -19,7 +19,7 @@ from rlhf.stages.runtime import Runtime
 
 @dataclass
 class Ranked:
-    """The answers of one prompt as token ids, with their ranks; the rest as `Ranking` has it."""
+    """The answers of one ranking as token ids, with their ranks; the rest as `Ranking` has it."""
 
     answers: list[Encoded]
     ranks: list[float]
@@ -42,7 +42,7 @@ class Ranked:
 
 @dataclass
 class Batch:
-    """N prompts with up to K answers each; their answers, one after the other, are the A rows of the texts."""
+    """N rankings of up to K answers each; their answers, one after the other, are the A rows of the texts."""
 
     ids: Tensor  # [A,T], padded on the right
     attention: Tensor  # [A,T]
@@ -58,7 +58,7 @@ class Batch:
 
 
 def collate(rows: Sequence[Ranked], pad: int, device: torch.device, multiple: int = 1) -> Batch:
-    """The tensors of some prompts; the width is a multiple of `multiple`."""
+    """The tensors of some rankings; the width is a multiple of `multiple`."""
     answers = [answer for row in rows for answer in row.answers]
     ids, attention, response = pad_examples(answers, pad, multiple)
     best = torch.tensor([best for row in rows for best in row.best])
@@ -79,7 +79,7 @@ def passes(
 ) -> list[list[int]]:
     """`rows` of the data cut into forward passes of at most `max_rows` and `max_tokens`.
 
-    Whole prompts, those with about equally long answers together, so that little is padding; `packed`, any.
+    Whole rankings, those with about equally long answers together, so that little is padding; `packed`, any.
     """
     if packed:
         tokens = [sum(len(answer.input_ids) for answer in row.answers) for row in data]
@@ -113,12 +113,12 @@ def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase
     num_answers = sum(len(row.responses) for row in rows)
     left_out = {"longer than max_length": too_long, "the same as another answer": same}
     run.count_rows("answers, tokenised", num_answers - too_long - same, num_answers, left_out)
-    run.count_rows("prompts, tokenised", len(kept), len(rows), {"nothing to compare": len(rows) - len(kept)})
+    run.count_rows("rankings, tokenised", len(kept), len(rows), {"nothing to compare": len(rows) - len(kept)})
     if too_long or same:
         run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
     if not kept:
         reason = "raise reward.max_length" if too_long else "the judge or the ranks hold all answers to be equal"
-        raise DataError(f"reward.data: no prompt keeps two answers of different rank; {reason}")
+        raise DataError(f"reward.data: no ranking keeps two answers of different rank; {reason}")
     if len(kept) < len(rows):
-        run.say(f"left out {len(rows) - len(kept)} of {len(rows)} prompts with nothing to compare")
+        run.say(f"left out {len(rows) - len(kept)} of {len(rows)} rankings with nothing to compare")
     return kept

@@ -31,7 +31,7 @@ chance no highest."""
 
 @dataclass(frozen=True)
 class Scored:
-    """One held-out prompt with its K answers: rank 1 is best, lengths count tokens, higher strengths are better."""
+    """One held-out ranking of K answers: rank 1 is best, lengths count tokens, higher strengths are better."""
 
     scores: Sequence[float]
     ranks: Sequence[float]
@@ -40,15 +40,19 @@ class Scored:
     source: str = ""
     prompt: str = ""
     responses: Sequence[str] = field(default_factory=list)
+    key: str = field(kw_only=True)
+    """Equal for rankings of the same prompt."""
 
 
 class Pair(NamedTuple):
-    """A better and a worse answer to the prompt `row`; `lead` is by how much the better one's score is higher."""
+    """A better and a worse answer of the ranking `row`; `lead` is by how much the better one's score is higher."""
 
     row: int
     better: int
     worse: int
     lead: float
+    key: str
+    """Of its prompt."""
 
     @property
     def right(self) -> float:
@@ -56,9 +60,9 @@ class Pair(NamedTuple):
 
 
 def ordered_pairs(rows: Sequence[Scored]) -> list[Pair]:
-    """All pairs, prompt by prompt."""
+    """All pairs, ranking by ranking."""
     return [
-        Pair(number, i, j, row.scores[i] - row.scores[j])
+        Pair(number, i, j, row.scores[i] - row.scores[j], row.key)
         for number, row in enumerate(rows)
         for i in range(len(row.ranks))
         for j in range(len(row.ranks))
@@ -85,6 +89,7 @@ def report_card(rows: Sequence[Scored], scale: float = 1.0) -> tuple[dict[str, A
     figures = {
         "accuracy": accuracy_of(pairs),
         "prompt_accuracy": prompt_accuracy(pairs),
+        "num_eval_prompts": num_prompts(pairs),
         "num_eval_pairs": len(pairs),
         "ece": expected_calibration_error(before),
         **calibrated,
@@ -95,7 +100,7 @@ def report_card(rows: Sequence[Scored], scale: float = 1.0) -> tuple[dict[str, A
     }
     return figures, {
         "num_pairs": len(pairs),
-        "num_prompts": len({pair.row for pair in pairs}),
+        "num_prompts": num_prompts(pairs),
         "by_length": by_length(rows, pairs),
         "by_margin": by_margin(rows, pairs),
         "by_source": by_source(rows, pairs),
@@ -111,11 +116,17 @@ def accuracy_of(pairs: Sequence[Pair]) -> float:
 
 
 def prompt_accuracy(pairs: Sequence[Pair]) -> float:
-    """Mean over the prompts of the share of their pairs that are right: each prompt weighs the same."""
-    found: dict[int, list[float]] = {}
+    """Mean over the prompts of the share of their pairs that are right: each prompt weighs the same, however many
+    rankings and answers it has."""
+    found: dict[str, list[float]] = {}
     for pair in pairs:
-        found.setdefault(pair.row, []).append(pair.right)
+        found.setdefault(pair.key, []).append(pair.right)
     return fmean(map(fmean, found.values()))
+
+
+def num_prompts(pairs: Sequence[Pair]) -> int:
+    """Different prompts that the pairs are of. Those of one prompt hang together, so an interval goes by prompts."""
+    return len({pair.key for pair in pairs})
 
 
 def by_length(rows: Sequence[Scored], pairs: Sequence[Pair]) -> list[dict[str, Any]]:
@@ -163,13 +174,18 @@ def by_source(rows: Sequence[Scored], pairs: Sequence[Pair]) -> list[dict[str, A
 
 
 def _groups(pairs: Sequence[Pair], group: Callable[[Pair], str], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Pairs and accuracy of each group that has any, in the order of `names`."""
-    found: dict[str, list[float]] = {}
+    """Pairs and accuracy of each group that has any, in the order of `names`; and both by prompts, for an interval."""
+    found: dict[str, list[Pair]] = {}
     for pair in pairs:
-        found.setdefault(group(pair), []).append(pair.right)
+        found.setdefault(group(pair), []).append(pair)
     return [
-        {"name": name, "pairs": len(found[name]), "accuracy": fmean(found[name])} for name in names if name in found
-    ]
+        {
+            "name": name, "pairs": len(found[name]), "accuracy": accuracy_of(found[name]),
+            "prompts": num_prompts(found[name]), "prompt_accuracy": prompt_accuracy(found[name]),
+        }
+        for name in names
+        if name in found
+    ]  # fmt: skip
 
 
 def reliability(deltas: Tensor) -> list[dict[str, Any]]:

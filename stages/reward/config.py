@@ -41,7 +41,7 @@ class RewardSettings(StageSettings):
     pooling: Literal["last", "mean"] = "last"
     """Where the score is read: at the last token, or averaged over the response's tokens."""
     loss: Literal["pairs", "plackett_luce", "best_of_k"] = "pairs"
-    """Ranking loss: mean over all pairs of a prompt, listwise, or best against the rest. [InstructGPT, eq. 1; Luce
+    """Ranking loss: mean over all pairs of a ranking, listwise, or best against the rest. [InstructGPT, eq. 1; Luce
     1959, Plackett 1975; Ziegler 2019]"""
     ties: Literal["drop", "soft"] = "drop"
     """Equal ranks: no pair, or a pair with label one half (not with plackett_luce)."""
@@ -59,9 +59,9 @@ class RewardSettings(StageSettings):
     unit_scale: bool = True
     """Divide normalised scores by the standard deviation over all training answers. [Ziegler 2019]"""
     num_epochs: float = Field(1.0, gt=0)
-    """Passes over the prompts; more than one overfits with large models. [InstructGPT]"""
+    """Passes over the rankings; more than one overfits with large models. [InstructGPT]"""
     global_batch_size: int = Field(64, ge=1)
-    """Prompts per optimiser step, over all processes; all answers of a prompt stay together. [InstructGPT]"""
+    """Rankings per optimiser step, over all processes; all answers of one stay together. [InstructGPT]"""
     learning_rate: float = Field(9e-6, ge=0)
     """Peak learning rate; cosine to a tenth. [InstructGPT]"""
     warmup_share: float = Field(0.03, ge=0, lt=1)
@@ -74,7 +74,7 @@ class RewardSettings(StageSettings):
     """Train low-rank adapters and the head instead of all weights; model/ has them merged, and model/adapter/ as they
     are, for ppo's `layout: adapters`. [LoRA]"""
     microbatch_tokens: int | None = Field(None, ge=1)
-    """Tokens per forward pass on one device, padding included; prompts whose answers are of like length share one. By
+    """Tokens per forward pass on one device, padding included; rankings whose answers are of like length share one. By
     default there is no limit but microbatch_size, and 16384 for packed answers."""
     packing: bool | None = None
     """Read several answers as one row, without padding; they do not see each other. By default on a GPU in bf16 or

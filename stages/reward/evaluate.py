@@ -10,24 +10,25 @@ import torch
 from torch import Tensor
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
-from rlhf.data.rows import prompt_text
+from rlhf.data.rows import prompt_key, prompt_text
 from rlhf.data.tokens import encode_example
 from rlhf.stages.disk import replace_text
-from rlhf.stages.models import ScalarModel, load_scalar, load_tokenizer, num_positions
+from rlhf.stages.models import ScalarModel, load_scalar, load_tokenizer
 from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.batches import Batch, Ranked, collate, padded, passes
 from rlhf.stages.reward.card import Scored, accuracy_of, agreement, ordered_pairs, report_card, worst_pairs
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.objective import ranking_accuracy
 from rlhf.stages.runtime import Runtime
+from rlhf.stages.text_limits import num_positions
 
 Others = dict[str, list[list[float] | None]]
-"""Scores of each held-out prompt's answers by other reward models; None where one has no room for an answer, or a score
-that is not finite."""
+"""Scores of each held-out ranking's answers by other reward models; None where one has no room for an answer, or a
+score that is not finite."""
 
 
 def refuse_nothing_to_measure(data: list[Ranked]) -> None:
-    """Held-out prompts are of use where two answers differ in rank; with `ties: soft` there may be no such prompt."""
+    """Held-out rankings are of use where two answers differ in rank; with `ties: soft` there may be no such one."""
     if all(len(set(row.ranks)) == 1 for row in data):
         raise DataError(
             "reward.eval_data: no held-out prompt has two answers of different rank, so there is no accuracy to "
@@ -83,9 +84,12 @@ def grade(
 ) -> dict[str, Any]:
     """The figures of the report card; the rest goes into card.json and worst_pairs.jsonl of the stage's folder."""
     rows = [
-        Scored(scores, row.ranks, lengths(row), row.strengths, row.source, prompt_text(row.prompt), row.responses)
+        Scored(
+            scores, row.ranks, lengths(row), row.strengths, row.source, prompt_text(row.prompt), row.responses,
+            key=prompt_key(row.prompt),
+        )
         for row, scores in zip(data, all_scores(run, model, data, pad), strict=True)
-    ]
+    ]  # fmt: skip
     figures, card = report_card(rows, scale=model.std)
     card |= compare(rows, others)
     worst = "".join(json.dumps(line) + "\n" for line in worst_pairs(rows))
@@ -96,7 +100,7 @@ def grade(
 
 
 def all_scores(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int) -> list[list[float]]:
-    """Scores of each prompt's answers, in every process."""
+    """Scores of each ranking's answers, in every process."""
     found: list[tuple[int, list[float]]] = []
     for rows, scores, part in scored(run, model, data, pad):
         scores, mask = scores.cpu(), part.mask.cpu()
@@ -132,15 +136,17 @@ def scores_of_others(run: Runtime[RewardSettings], data: list[Ranked]) -> Others
             else:
                 bad += 1
         if len(read) < len(data):
-            run.say(f"{reference} has no room for answers to {len(data) - len(read)} of {len(data)} held-out prompts")
+            run.say(f"{reference} has no room for answers in {len(data) - len(read)} of {len(data)} held-out rankings")
         if bad:
-            run.say(f"{reference} gives no finite scores to answers to {bad} of {len(data)} held-out prompts; left out")
+            run.say(
+                f"{reference} gives no finite scores to answers in {bad} of {len(data)} held-out rankings; left out"
+            )
         found[reference] = scores
     return found
 
 
 def compare(rows: list[Scored], others: Others) -> dict[str, Any]:
-    """Accuracy of this and each other model, and how far all agree, on the prompts that all have read."""
+    """Accuracy of this and each other model, and how far all agree, on the rankings that all have read."""
     common = [place for place in range(len(rows)) if all(scores[place] for scores in others.values())]
     pairs = ordered_pairs([rows[place] for place in common])
     if not others or not pairs:

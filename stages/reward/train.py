@@ -23,7 +23,6 @@ from rlhf.stages.late import Late, step_if_fine
 from rlhf.stages.models import (
     PolicyModel,
     ScalarModel,
-    check_positions,
     compile_layers,
     hand_over,
     load_policy,
@@ -50,6 +49,7 @@ from rlhf.stages.reward.objective import comparable, margins, ranking_loss
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
+from rlhf.stages.text_limits import check_positions
 
 
 @explained
@@ -92,7 +92,11 @@ def train(folder: str | Path) -> dict[str, Any]:
     optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
-    run.say(f"{len(data)} prompts with {sum(len(r.answers) for r in data)} answers, {len(eval_data)} held out")
+    num_prompts = len({prompt_key(row.prompt) for row in data})
+    run.say(
+        f"{num_prompts} prompts with {len(data)} rankings of {sum(len(row.answers) for row in data)} answers; "
+        f"{len({prompt_key(row.prompt) for row in eval_data})} prompts with {len(eval_data)} rankings held out"
+    )
     if settings.margin_scale and all(row.strengths is None for row in data):
         run.say("reward.margin_scale has no effect: no answer in the data has a strength")
     start, late = run.resume(), Late(run)
@@ -126,8 +130,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     metrics = {
         **grades,
         "longer_wins_accuracy": longer_wins_accuracy(eval_data),
-        "num_prompts": len(data),
-        "num_eval_prompts": len(eval_data),
+        "num_prompts": num_prompts,
         "score_mean": scorer.mean,
         "score_std": scorer.std,
     }

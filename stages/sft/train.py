@@ -16,7 +16,7 @@ from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
 from rlhf.data.tokens import EncodedRows, encode_example
 from rlhf.stages.adapters import lora_config, save_adapter
-from rlhf.stages.models import check_positions, hand_over, load_policy, load_tokenizer, save_folder
+from rlhf.stages.models import hand_over, load_policy, load_tokenizer, save_folder
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory
 from rlhf.stages.packing import as_written
 from rlhf.stages.runtime import Runtime
@@ -25,6 +25,7 @@ from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Reading, num_targets
 from rlhf.stages.sft.trainer import CheckpointedTrainer, Reporter
 from rlhf.stages.sharding import gathered
+from rlhf.stages.text_limits import check_positions
 
 
 @explained

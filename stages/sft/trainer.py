@@ -39,7 +39,7 @@ class CheckpointedTrainer(SFTTrainer):
         super().__init__(**options)
         self.run, self.rows, self.batch_size, settings = run, rows, batch_size, run.settings
         self.accelerator.ddp_handler = DDP()  # its accelerator is not the run's
-        backward = self.accelerator.backward
+        backward = self.accelerator.backward  # which the trainer calls itself, and which `run.backward` is not
 
         def marked(loss: Tensor, **named: Any) -> None:
             with run.reducing():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf.data.collate import Blocks, batch_indices, blocks, document_mask, labels, pack, pad_left, pad_right
+from rlhf.data.collate import Blocks, batch_indices, document_mask, labels, pack, pad_left, pad_right
 from rlhf.data.errors import DataError
 from rlhf.data.tokens import Encoded
 
@@ -113,10 +113,6 @@ def test_tokens_of_sixteen_bits_are_read_from_their_file(tmp_path: Path) -> None
 def test_a_text_smaller_than_a_block_is_refused_with_both_sizes() -> None:
     with pytest.raises(DataError, match=r"pretrain\.data: the text gives 3 tokens, but a block needs 4; use more text"):
         Blocks(np.arange(3), 3, "pretrain.data")
-
-
-def test_documents_in_memory_become_blocks_across_their_borders() -> None:
-    assert blocks(iter([[1, 2, EOS], [3, 4, EOS]]), 2, "data").tolist() == [[1, 2, EOS], [EOS, 3, 4]]
 
 
 def test_a_token_sees_its_own_document_only_and_positions_restart_after_its_eos() -> None:

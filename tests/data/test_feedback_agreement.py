@@ -1,5 +1,6 @@
 """How far raters agree, and what their rankings depend on besides."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,16 @@ def test_alpha_has_no_interval_where_there_are_few_prompts_or_nothing_varies() -
     assert interval(MIN_GROUPS, 1, 1) is None
     agreed_on = [value for unit in range(MIN_GROUPS) for value in (unit, unit)]
     assert alpha_interval([u for u in range(MIN_GROUPS) for _ in "ab"], agreed_on, range(MIN_GROUPS)) == (1, 1)
+
+
+def test_a_prompt_of_two_rounds_is_one_observation_of_alphas_interval() -> None:
+    """Half as many prompts as an interval takes, each in two rounds, are too few."""
+    rated = judged(vote("ann", 1, 2), vote("bob", 2, 1))
+    prompts = range(MIN_GROUPS // 2)
+    twice = [replace(rated, prompt_id=prompt, round=round_) for prompt in prompts for round_ in (1, 2)]
+    assert agreement(twice)["alpha_interval"]["all"] is None
+    apart = [replace(found, prompt_id=number) for number, found in enumerate(twice)]
+    assert agreement(apart)["alpha_interval"]["all"] is not None
 
 
 def test_rankings_agree_on_a_pair_wholly_by_half_or_not_at_all() -> None:

@@ -438,14 +438,64 @@ def test_profile_reaches_the_stage_and_tells_where_the_trace_lies(
     assert out.splitlines()[-1] == f"profile: {folder}/profile/trace.json.gz"
 
 
-def test_profile_of_a_finished_stage_says_that_there_is_none(
+def test_profile_of_a_finished_stage_says_which_command_records_one_and_leaves_its_run_alone(
     world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From the same models, whatever the recipe leaves empty."""
     monkeypatch.setenv("RLHF_PROFILE", "")
-    rlhf("pretrain", "recipe.yaml", "--run-dir", "one")
-    code, out, _ = rlhf("pretrain", "recipe.yaml", "--run-dir", "one", "--profile")
+    rlhf("run", "recipe.yaml", "--run-dir", "one")
+    [sft], [reward] = Path("one").glob("sft-*"), Path("one").glob("reward-*")
+    before, entries = contents(Path("one")), json.loads(Path("one/summary.json").read_text())["stages"]
+    code, out, _ = rlhf("ppo", "recipe.yaml", "ppo.kl_coef=0.05", "--run-dir", "one", "--profile")
     assert code == 0
-    assert out.splitlines()[-1] == "profile: none: the stage was finished before; with --force it runs anew"
+    told = out.splitlines()[-1]
+    assert told == (
+        f"profile: none, since ppo was finished before; `rlhf ppo recipe.yaml ppo.kl_coef=0.05 ppo.model={sft}/model "
+        f"ppo.reward_model={reward}/model --run-dir one-profiled --profile` trains it once more elsewhere"
+    )
+    assert rlhf(*told.split("`")[1].split()[1:])[0] == 0
+    assert [path.name for path in Path("one-profiled").glob("ppo-*")] == [entries["ppo"]["folder"]]  # the same result
+    assert contents(Path("one")).keys() == before.keys()
+
+
+def test_force_says_which_finished_stages_have_to_run_again(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    rlhf("run", "recipe.yaml", "--run-dir", "one")
+    told = "has to be made again, unless the new one is the same: reward, ppo; old results stay"
+    for words in (("plan", "recipe.yaml", "--force", "sft"), ("sft", "recipe.yaml", "--force")):
+        out = rlhf(*words, "--run-dir", "one")[1]
+        assert [line.partition(":")[0] for line in out.splitlines() if told in line] == ["sft"]
+    assert "has to be made again" not in rlhf("plan", "recipe.yaml", "--run-dir", "one", "--force", "ppo")[1]
+
+
+def test_status_tells_messages_below_a_table_that_fits_80_columns(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    def broken(folder: Path) -> None:
+        raise RuntimeError(f"weights are not finite\nin layer 3 {'of many ' * 40}")
+
+    stages.in_stage["sft"] = broken
+    rlhf("run", "recipe.yaml", "--run-dir", "one")
+    *table, message = rlhf("status", "one")[1].splitlines()
+    assert [line.split()[:2] for line in table] == [
+        ["stage", "status"], ["pretrain", "done"], ["sft", "failed"], ["reward", "planned"], ["ppo", "planned"]
+    ]  # fmt: skip
+    assert max(map(len, table)) <= 80
+    assert "step 3 of 10" in table[2]
+    assert message.startswith("sft: weights are not finite in layer 3 of many of many ")
+
+
+def test_status_of_a_stages_folder_says_what_it_is(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    rlhf("pretrain", "recipe.yaml", "--run-dir", "one")
+    [done] = Path("one").glob("pretrain-*")
+    for command in ("status", "verify", "clean", "eval", "report"):
+        code, _, err = rlhf(command, str(done))
+        assert (code, err) == (2, (
+            f"error: {done}: not a run folder but that of one stage (done, its result is {done}); `rlhf status one`\n"
+        ))  # fmt: skip
+    by_hand = Path("by_hand")
+    by_hand.mkdir()
+    (by_hand / "settings.yaml").write_bytes((done / "settings.yaml").read_bytes())
+    assert rlhf("status", "by_hand")[2].endswith("that of one stage (not begun)\n")
+    (by_hand / "status.json").write_text('{"state": "stopped", "step": 3, "steps": 10, "message": ""}')
+    assert rlhf("status", "by_hand")[2].endswith("that of one stage (stopped at step 3 of 10)\n")
 
 
 def test_a_sweep_is_not_profiled(world: Path, stages: FakeStages, rlhf: Call) -> None:

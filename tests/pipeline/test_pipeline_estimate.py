@@ -118,6 +118,7 @@ def test_the_recipe_is_asked_about_as_it_is_written(child: Child, rlhf: Call) ->
 
 
 STAGES = ("pretrain", "sft", "reward", "ppo")
+SHARED_BY_64 = [f"{stage}.global_batch_size=64" for stage in STAGES[:3]] + ["ppo.rollout_batch_size=64"]
 
 
 def test_there_are_as_many_processes_as_a_run_would_have(child: Child, rlhf: Call) -> None:
@@ -131,9 +132,17 @@ def test_there_are_as_many_processes_as_a_run_would_have(child: Child, rlhf: Cal
 
 
 def test_so_many_devices_are_so_many_processes_in_whatever_layout_fits(child: Child, rlhf: Call) -> None:
-    rlhf("estimate", "recipe.yaml", "--devices", "64xH100", "num_processes=4")
+    rlhf("estimate", "recipe.yaml", "--devices", "64xH100", "num_processes=4", *SHARED_BY_64)
     assert (child.request["num_processes"], child.request["device"]) == (dict.fromkeys(STAGES, 64), "H100 80GB")
     assert child.request["layouts"] == dict.fromkeys(STAGES, None)
+
+
+def test_all_batches_that_the_devices_cannot_share_are_named_at_once(child: Child, rlhf: Call) -> None:
+    uneven = [f"{stage}.global_batch_size=20" for stage in STAGES[:3]] + ["ppo.rollout_batch_size=20"]
+    code, _, err = rlhf("estimate", "recipe.yaml", "--devices", "8xH100", *uneven)
+    assert (code, child.request) == (2, {})
+    assert all(f"{stage}.global_batch_size" in err for stage in STAGES[:3])
+    assert "ppo.rollout_batch_size" in err
 
 
 def test_the_layout_is_that_of_the_stages_accelerate_config(child: Child, rlhf: Call, world: Path) -> None:
@@ -168,7 +177,7 @@ def test_several_processes_are_told_with_their_layout_and_what_they_send(child: 
     }  # fmt: skip
     of_ppo = ANSWER["stages"]["ppo"] | {"num_processes": 8, "changes": []}
     child.answer = ANSWER | {"stages": {"sft": of_sft, "ppo": of_ppo}}
-    _, out, _ = rlhf("estimate", "recipe.yaml", "--devices", "64xh100")
+    _, out, _ = rlhf("estimate", "recipe.yaml", "--devices", "64xh100", *SHARED_BY_64)
     lines = out.splitlines()
     assert lines[0].split()[-4:] == ["GiB", "sending", "time", "×"]
     assert lines[1].split()[-6:] == ["12.34", "125", "ms", "250", "ms", "?"]

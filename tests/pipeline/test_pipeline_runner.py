@@ -11,12 +11,13 @@ import pytest
 from pipeline_world import ROWS, FakeStages, contents, write_rows
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
-from rlhf.pipeline import runner
+from rlhf.pipeline import launch, runner
 from rlhf.pipeline.errors import RunFailed, RunStopped
+from rlhf.pipeline.evaluation import finished
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.pipeline.summary import run_status
+from rlhf.pipeline.summary import as_sealed, read_summary, run_status
 
 RUN = Path("run")
 
@@ -168,6 +169,57 @@ def test_a_failing_stage_says_what_broke_and_the_next_run_goes_on(world: Path, s
     assert not (folder / "error.log").exists()
 
 
+def test_a_stage_that_was_finished_by_hand_after_it_failed_is_done(world: Path, stages: FakeStages) -> None:
+    """Before the next run says so; its model is measured, too."""
+    stages.in_stage["sft"] = raising(ZeroDivisionError("no rows"))
+    with pytest.raises(RunFailed):
+        run()
+    assert run_status(RUN)["sft"]["status"] == "failed"
+    stages.in_stage.clear()
+    folder = RUN / summary()["sft"]["folder"]
+    stages.train("sft", folder)
+    found = run_status(RUN)["sft"]
+    assert (found["status"], found["model"], found["metrics"]) == ("done", f"{folder.name}/model", {"loss": 1.5})
+    assert "message" not in found
+    assert finished(RUN, as_sealed(RUN, read_summary(RUN))).keys() == {"pretrain", "sft"}
+    (folder / "manifest.json").write_text("{")  # `rlhf verify` tells of that
+    assert run_status(RUN)["sft"]["status"] == "failed"
+
+
+def test_a_forced_stage_that_makes_the_same_model_leaves_the_finished_ones_after_it_done(
+    world: Path, stages: FakeStages
+) -> None:
+    stages.alike = {"reward"}
+    run()
+    before = summary()
+    run(scope=Scope("reward", "reward", frozenset(["reward"])))
+    assert summary()["reward"]["folder"] != before["reward"]["folder"]
+    assert summary()["ppo"] == before["ppo"]
+
+
+def test_after_a_kill_there_is_nothing_to_correct(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the launcher said of it is not called the stage's traceback."""
+
+    def killed(words: list[str], *_: Any) -> launch.Ended:
+        folder = Path(words[-1])
+        (folder / "status.json").write_text('{"state": "running", "step": 3, "steps": 10, "message": ""}')
+        return launch.Ended(-9, [], "Traceback (most recent call last):\nCalledProcessError: died with SIGKILL")
+
+    monkeypatch.setattr(launch, "stays_in_process", lambda *_: False)
+    monkeypatch.setattr(launch, "to_its_end", killed)
+    with pytest.raises(RunFailed) as failed:
+        run()
+    log = RUN / summary()["pretrain"]["folder"] / "error.log"
+    assert str(failed.value).endswith(
+        f"out of memory, or killed?; no checkpoint yet (what its processes said in {log}); run again"
+    )
+    first, _, *said = log.read_text().splitlines()
+    assert first == "No error of the stage's code; its processes and their launcher said:"
+    assert said[-1] == "CalledProcessError: died with SIGKILL"
+
+
 def test_a_stage_that_refuses_its_input_counts_as_refused(world: Path, stages: FakeStages) -> None:
     stages.in_stage["sft"] = raising(SettingsError("vocabulary 300 and 400 differ"))
     with pytest.raises(SettingsError, match="vocabulary 300 and 400 differ"):
@@ -277,6 +329,7 @@ def test_status_tells_a_running_stage_from_an_interrupted_one(world: Path, stage
     assert (seen[0]["status"], seen[0]["step"], seen[0]["steps"]) == ("running", 3, 10)
     left = {"stages": summary() | {"sft": summary()["sft"] | {"status": "running"}}}
     (RUN / "summary.json").write_text(json.dumps(left))  # as a kill -9 leaves it
+    (RUN / left["stages"]["sft"]["folder"] / "manifest.json").unlink()
     assert run_status(RUN)["sft"]["status"] == "interrupted"
 
 

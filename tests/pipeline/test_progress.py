@@ -37,13 +37,13 @@ def test_without_a_terminal_lines_tell_now_and_then_where_it_is_as_long_as_it_ta
     monkeypatch.setattr(progress, "SECONDS_TO_END", 60.0)
     told = Told()
     with telling("loading", told.say) as tell:
-        told.wait_for("loading (")
+        told.wait_for("loading, ")
         tell("base: 0 of 512 answers")
-        told.wait_for("base: 0 of 512 answers (", times=3)
+        told.wait_for("base: 0 of 512 answers, ", times=3)
     number = len(told.lines)
     tell("over")
     assert len(told.lines) == number
-    assert re.fullmatch(r"base: 0 of 512 answers \(\d+\.\d s\)", told.lines[-1])
+    assert re.fullmatch(r"base: 0 of 512 answers, \d+\.\d s so far", told.lines[-1])
 
 
 def test_what_is_over_before_its_time_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

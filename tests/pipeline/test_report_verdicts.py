@@ -68,7 +68,7 @@ def test_sft_that_knows_its_demonstrations_by_heart_is_told() -> None:
 
 
 def test_feedback_counts_what_was_ranked() -> None:
-    assert "80 prompts, 3 of them" in said(
+    assert "80 rankings, 3 of them" in said(
         verdicts.feedback({"num_rankings": 80, "num_disagreed": 3}), "ranked", "good"
     )
     said(verdicts.feedback({"num_rankings": 0}), "nothing_ranked", "bad")
@@ -97,6 +97,20 @@ def test_a_reward_model_is_held_against_guessing_and_against_length() -> None:
     said(verdicts.reward(REWARD | {"accuracy": 0.51}), "guesses", "bad")
     said(verdicts.reward(REWARD | {"accuracy": 0.4}), "inverted", "bad")
     said(verdicts.reward({}), "unknown", "open")
+
+
+def test_the_interval_of_an_accuracy_is_of_the_mean_over_prompts() -> None:
+    """10 of 12 pairs are right, nine of them of one of three prompts: averaged, (1 + 1/2 + 0) / 3 = 1/2.
+
+    Wilson's by hand: weight 1.96² / 3 = 1.2805, (0.5 + 0.6403 ± 1.96 √(0.25 / 3 + 1.2805 / 12)) / 2.2805.
+    """
+    found = REWARD | {"accuracy": 10 / 12, "prompt_accuracy": 0.5, "num_eval_prompts": 3}
+    assert said(verdicts.reward(found), "too_few_to_tell", "open") == (
+        "Too few to tell whether the reward model is better than guessing: accuracy 0.83 on held-out pairs of 3 "
+        "prompts (averaged prompt by prompt 0.50, 95 % interval 0.13 to 0.87)."
+    )
+    many = found | {"prompt_accuracy": 0.4, "num_eval_prompts": 400}
+    assert "averaged prompt by prompt 0.40" in said(verdicts.reward(many), "inverted", "bad")
 
 
 def test_an_accuracy_on_few_prompts_shows_nothing() -> None:
@@ -146,11 +160,18 @@ def test_the_recipes_bar_is_a_verdict_of_its_own() -> None:
 
 
 def test_a_reward_model_that_is_wrong_where_the_better_answer_is_shorter_likes_length() -> None:
-    def card(pairs: int) -> dict[str, Any]:
-        return {"by_length": [{"name": "better answer shorter", "pairs": pairs, "accuracy": 0.35}]}
+    def card(prompts: int, by_prompt: float = 0.35) -> dict[str, Any]:
+        group = {"name": "better answer shorter", "pairs": 200, "accuracy": 0.35}
+        return {"by_length": [group | {"prompts": prompts, "prompt_accuracy": by_prompt}]}
 
-    assert "0.35 on the 200 pairs" in said(verdicts.reward(REWARD, card(200)), "likes_length", "doubtful")
-    said(verdicts.reward(REWARD, card(20)), "learned", "good")
+    assert "0.35 on the 200 pairs, of 100 prompts, whose better answer" in said(
+        verdicts.reward(REWARD, card(100)), "likes_length", "doubtful"
+    )
+    said(verdicts.reward(REWARD, card(20)), "learned", "good")  # however many pairs
+    said(verdicts.reward(REWARD, card(40)), "learned", "good")  # 0.22 to 0.50, by Wilson
+    said(verdicts.reward(REWARD, card(100, by_prompt=0.45)), "learned", "good")
+    told = {"by_length": [{"name": "better answer shorter", "pairs": 200, "accuracy": 0.35}]}
+    said(verdicts.reward(REWARD, told), "learned", "good")  # of an earlier release: of how many prompts is not known
 
 
 # --- PPO

@@ -1,8 +1,9 @@
 """Tiny decoders for the tests of the stages."""
 
 import importlib
+from collections.abc import Iterable
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def sample(
 
 
 WORLD = "rlhf.recipes.demo_world"
+
+
+def block_rows(documents: Iterable[list[int]], length: int) -> Tensor:
+    """All rows [N, length + 1] of documents that are joined: each begins with the last token of the one before."""
+    return torch.tensor([*chain.from_iterable(documents)]).unfold(0, length + 1, length)
 
 
 def prompts() -> list[dict[str, str]]:

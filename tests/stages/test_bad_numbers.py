@@ -185,7 +185,7 @@ def test_another_reward_models_scores_that_are_no_numbers_are_counted_and_not_co
     ((first, second, third),) = scores_of_others(run, data).values()
     run.close()
     assert (first, second, third) == ([1.0], None, [2.0])
-    assert "gives no finite scores to answers to 1 of 3 held-out prompts; left out" in capsys.readouterr().out
+    assert "gives no finite scores to answers in 1 of 3 held-out rankings; left out" in capsys.readouterr().out
 
 
 # --- sft

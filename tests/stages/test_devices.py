@@ -15,6 +15,11 @@ def test_a_device_is_named_by_so_much_as_tells_it_apart(name: str, found: str) -
     assert named(name).name == found
 
 
+def test_so_many_devices_are_asked_for_by_another_option() -> None:
+    with pytest.raises(SettingsError, match="--device 8xH100: is one; for so many of a kind give --devices 8xH100"):
+        named("8xH100")
+
+
 @pytest.mark.parametrize(("name", "message"), [
     ("a100", "may be A100 80GB or A100 40GB"), ("h9000", "no such device"), ("", "no such device"),
 ])  # fmt: skip

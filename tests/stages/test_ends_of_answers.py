@@ -20,7 +20,7 @@ from rlhf.stages.artifact import Artifact
 from rlhf.stages.chat import Speaker
 from rlhf.stages.evaluation import answers as evaluation
 from rlhf.stages.export import export
-from rlhf.stages.models import load_policy, load_tokenizer, save_folder, stops_of
+from rlhf.stages.models import load_policy, load_tokenizer, save_folder
 from rlhf.stages.ppo import evaluate as ppo_evaluate
 from rlhf.stages.ppo import train as ppo_train
 from rlhf.stages.ppo.reward_models import ModelReward
@@ -30,6 +30,7 @@ from rlhf.stages.pretrain.train import show_samples
 from rlhf.stages.reward.answers import sample_answers
 from rlhf.stages.sample import Writer
 from rlhf.stages.settings import LoraSettings
+from rlhf.stages.text_limits import stops_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 CPU = torch.device("cpu")

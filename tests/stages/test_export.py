@@ -264,6 +264,22 @@ def test_a_card_tells_who_found_ppo_s_answers_better_on_how_many_prompts_and_how
     assert "judge is" not in figures()
 
 
+def test_a_card_tells_how_sure_an_accuracy_is_beside_its_mean_over_prompts(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    """Not beside that over pairs, many of which may be of one prompt."""
+    metrics = {"accuracy": 10 / 12, "prompt_accuracy": 0.5, "num_eval_prompts": 3, "num_eval_pairs": 12}
+    (tmp_path / "model").mkdir()
+    shutil.copy(made["reward"] / "settings.yaml", tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(Artifact(made["reward"]).manifest | {"metrics": metrics}))
+    text = export.card("mine", str(tmp_path / "model"), True, False, []).replace("\u00a0", " ")
+    assert "| held-out ranking accuracy | 0.83 |\n" in text
+    assert (
+        "| held-out ranking accuracy, averaged prompt by prompt | 0.50 (3 prompts, 95 % interval 0.13 to 0.87) |\n"
+        in text
+    )
+
+
 def test_nothing_is_written_over(made: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")

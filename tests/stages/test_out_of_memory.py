@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import PartialState
 from reward_world import marked, policy_folder, rankings_file, run_reward, settings
 from safetensors.torch import load_file
 from stages_world import TINY, inputs, run_stage, without_clock
@@ -21,7 +22,6 @@ from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.out_of_memory import OutOfMemory, at_once, is_out_of_memory, within_memory
 from rlhf.stages.ppo import rollout
 from rlhf.stages.pretrain.config import PretrainSettings
-from rlhf.stages.pretrain.train import train as pretrain
 from rlhf.stages.settings_file import write_settings
 
 Chain = dict[str, Path]
@@ -145,9 +145,9 @@ def test_a_stage_by_hand_ends_with_the_message_code_1_and_the_traceback_in_its_l
     folder = tmp_path / "pretrain"
     write_settings(folder, PretrainSettings.load({**TINY["pretrain"], "report_to": []}, "pretrain"))
     monkeypatch.setattr(sys, "argv", ["stage", str(folder)])
-    monkeypatch.setattr(entry.PartialState, "destroy_process_group", lambda self: None)
+    monkeypatch.setattr(PartialState, "destroy_process_group", lambda self: None)
     with pytest.raises(SystemExit) as ended:
-        entry.run_stage(pretrain)
+        entry.run_stage("pretrain")
     assert ended.value.code == 1
     status = json.loads((folder / "status.json").read_text())
     assert status["state"] == "failed"

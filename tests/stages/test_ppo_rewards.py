@@ -348,7 +348,7 @@ def test_prompts_that_a_reward_models_template_refuses_are_found_before_training
 
 
 def test_the_text_of_a_response_ends_at_its_stop_token(tokenizer: Any, episodes: Episodes) -> None:
-    responses = episodes.input_ids[:, -episodes.mask.shape[1] :].clone()
+    responses = episodes.scored_ids[:, -episodes.mask.shape[1] :].clone()
     responses[~episodes.mask] = 99  # junk after the end
     assert response_texts(tokenizer, responses, episodes.mask, [tokenizer.eos_token_id]) == RESPONSES
 

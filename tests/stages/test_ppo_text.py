@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from ppo_world import model_folders, settings
 from processes_world import in_two_processes
-from stages_world import byte_tokenizer
+from stages_world import block_rows, byte_tokenizer
 
 from rlhf.data import documents
-from rlhf.data.collate import Blocks, blocks
+from rlhf.data.collate import Blocks
 from rlhf.data.errors import DataError
 from rlhf.data.split import split_by_prompt
 from rlhf.data.tokens import encode_documents
@@ -65,7 +65,7 @@ def test_processes_tokenise_the_text_once_between_them_and_read_it_from_a_map(
     tmp_path: Path, given: dict[str, str]
 ) -> None:
     both = in_two_processes(tmp_path, read_noting, tmp_path, given)
-    expected = blocks(encode_documents(byte_tokenizer(), TRAINED), 8, "text")
+    expected = block_rows(encode_documents(byte_tokenizer(), TRAINED), 8)
     for is_map, rows, _ in both:
         assert is_map
         assert rows.equal(expected)

@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from stages_world import byte_tokenizer, tiny_policy
+from stages_world import block_rows, byte_tokenizer, tiny_policy
 
 from rlhf.data import documents
-from rlhf.data.collate import Blocks, blocks
+from rlhf.data.collate import Blocks
 from rlhf.data.documents import Documents
 from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
@@ -85,10 +85,10 @@ def record(folder: Path) -> list[dict[str, Any]]:
 def test_rows_are_the_training_documents_joined_and_cut(folder: Path, make: Prepare) -> None:
     corpus = make(block_size=8, eval_share=0.2)
     train, held_out = split_by_prompt(TEXTS, str, 0.2)
-    expected = blocks(encode_documents(corpus.tokenizer, train), 8, "data")
+    expected = block_rows(encode_documents(corpus.tokenizer, train), 8)
     assert corpus.rows[range(len(corpus.rows))].equal(expected)
     eval_rows = corpus.eval_rows
-    assert eval_rows[range(len(eval_rows))].equal(blocks(encode_documents(corpus.tokenizer, held_out), 8, "eval"))
+    assert eval_rows[range(len(eval_rows))].equal(block_rows(encode_documents(corpus.tokenizer, held_out), 8))
     assert corpus.block_size == 8
     assert corpus.rows.num_tokens == sum(map(len, encode_documents(corpus.tokenizer, train)))
 

@@ -1,9 +1,14 @@
 """How many processes a stage has is said, and one that was to be several does not train alone."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
@@ -20,36 +25,67 @@ SETTINGS = SFTSettings.load({"data": "unread.jsonl", "report_to": []}, "sft")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `accelerate launch` leaves in the environment of the one process that it starts."""
+def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in which no launcher has left anything."""
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RLHF_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
 
 
-def start(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    options = launch_command_parser().parse_args([*words, "--mixed_precision", "no", "-m", "rlhf.stages.sft", "x"])
-    options, *_ = _validate_launch_command(options)
-    for name, value in prepare_simple_launcher_cmd_env(options)[1].items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, unlaunched: None) -> Iterator[Callable[..., None]]:
+    """Start this process as `accelerate launch` starts one, which is itself given words and variables."""
+    launchers: list[Any] = []
+
+    def begin(*words: str, by: str = "accelerate", **variables: str) -> None:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # of the one before
+            monkeypatch.delenv(name, raising=False)
+        with monkeypatch.context() as of_launcher:
+            for name, value in variables.items():
+                of_launcher.setenv(name, value)
+            options = launch_command_parser().parse_args([*words, "--mixed_precision", "no", "-m", "rlhf.stages.sft"])
+            options, *_ = _validate_launch_command(options)
+            environment = prepare_simple_launcher_cmd_env(options)[1]
+            waiting = [sys.executable, "-c", "print(flush=True); input()", by, "launch", *words]
+            launchers.append(subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            launchers[-1].stdout.readline()  # its words can be read
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(os, "getppid", lambda: launchers[-1].pid)
+
+    yield begin
+    for launcher in launchers:
+        launcher.communicate(b"\n")
 
 
-def test_one_process_that_was_to_be_two_refuses_to_train_alone(monkeypatch: pytest.MonkeyPatch, started: None) -> None:
+def test_one_process_that_was_to_be_two_refuses_to_train_alone(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[..., None]
+) -> None:
     alone = Processes(Accelerator(cpu=True))
-    start(monkeypatch, "--cpu", "--num_processes", "1")
-    alone.check(SETTINGS)
-    start(monkeypatch, "--cpu", "--num_processes", "2")
+    start("--cpu", "--num_processes", "2")
     with pytest.raises(RefusedError, match=r"^sft: .* asked for several processes and started one.* or take torchrun"):
         alone.check(SETTINGS)
     monkeypatch.setenv("RLHF_NUM_PROCESSES", "1")  # a run knows what it wants
     alone.check(SETTINGS)
-    monkeypatch.delenv("RLHF_NUM_PROCESSES")
-    monkeypatch.setenv("MASTER_ADDR", "node-7")  # of a cluster's job, in which this one was started by itself
+
+
+def test_one_process_that_was_to_be_one_trains_wherever_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[..., None]
+) -> None:
+    alone = Processes(Accelerator(cpu=True))
+    start("--cpu", "--num_processes", "1")
+    alone.check(SETTINGS)
+    for place in ("node-7", "127.0.0.1"):  # of a cluster's job, or set in a shell
+        start("--num_processes", "1", MASTER_ADDR=place, MASTER_PORT="29500")
+        alone.check(SETTINGS)
+    start("--cpu", "--num_processes", "2", by="bash")  # in which a launcher's variables were left
+    alone.check(SETTINGS)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # the launcher's number where `--cpu` is given none
+    start("--cpu")
     alone.check(SETTINGS)
 
 
-def test_a_process_that_others_should_be_beside_refuses_to_train_alone(
-    monkeypatch: pytest.MonkeyPatch, started: None
-) -> None:
+@pytest.mark.usefixtures("unlaunched")
+def test_a_process_that_others_should_be_beside_refuses_to_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Processes(Accelerator(cpu=True))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RefusedError, match=r"^2 processes were asked for and WORLD_SIZE is 2, but Accelerate sees 1"):

@@ -114,7 +114,7 @@ def test_a_run_on_shuffled_ranks_is_said_to_have_a_broken_reward(given: dict[str
     assert "unrelated to ranks" in shown
     assert "Reward model data 361 361 nothing" in shown
     assert "Reward model answers, tokenised 721 722 1 × longer than max_length" in shown
-    assert "Reward model prompts, tokenised 360 361 1 × nothing to compare" in shown
+    assert "Reward model rankings, tokenised 360 361 1 × nothing to compare" in shown
 
 
 def test_every_curve_says_what_it_shows(chain: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The report card's figures, worked out by hand."""
 
 import math
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +26,24 @@ from rlhf.stages.reward.card import (
 )
 
 # Pairs and by how much the better answer leads: 1 over 2 by 1, 1 over 3 by -1, 2 over 3 by -2; 1 over 2 by 0.
-THREE = Scored(scores=[1.0, 0.0, 2.0], ranks=[1, 2, 3], lengths=[10, 20, 10])
-EQUAL = Scored(scores=[5.0, 5.0], ranks=[1, 2], lengths=[8, 4])
-TIED = Scored(scores=[3.0, 1.0], ranks=[1, 1], lengths=[5, 5])
+THREE = Scored(scores=[1.0, 0.0, 2.0], ranks=[1, 2, 3], lengths=[10, 20, 10], key="three")
+EQUAL = Scored(scores=[5.0, 5.0], ranks=[1, 2], lengths=[8, 4], key="equal")
+TIED = Scored(scores=[3.0, 1.0], ranks=[1, 1], lengths=[5, 5], key="tied")
+PROMPTS = count()
 
 
-def pair_of(lead: float, longer: int = 0, strengths: list[float] | None = None, source: str = "") -> Scored:
-    """A better answer of 100 + longer tokens, and a worse one of 100 whose score is `lead` lower."""
-    return Scored([lead, 0.0], [1, 2], [100 + longer, 100], strengths, source)
+def pair_of(
+    lead: float, longer: int = 0, strengths: list[float] | None = None, source: str = "", prompt: str | None = None
+) -> Scored:
+    """A better answer of 100 + longer tokens, and a worse one of 100 whose score is `lead` lower; without a `prompt`,
+    to one of their own."""
+    key = f"prompt {next(PROMPTS)}" if prompt is None else prompt
+    return Scored([lead, 0.0], [1, 2], [100 + longer, 100], strengths, source, key=key)
+
+
+def group(name: str, pairs: int, accuracy: float) -> dict[str, Any]:
+    """What a table says of pairs each of which has a prompt of its own."""
+    return {"name": name, "pairs": pairs, "accuracy": accuracy, "prompts": pairs, "prompt_accuracy": accuracy}
 
 
 def deltas(*values: float) -> torch.Tensor:
@@ -51,20 +63,36 @@ def test_over_prompts_each_weighs_the_same_however_many_answers_it_has() -> None
     assert prompt_accuracy(ordered_pairs([THREE, EQUAL, TIED])) == pytest.approx((1 / 3 + 1 / 2) / 2)
 
 
+def test_rankings_of_the_same_prompt_count_as_one() -> None:
+    """Three of `p`, all right, and one of `q`, wrong: 3 of 4 pairs, but one of two prompts."""
+    rows = [*(pair_of(1.0, 50, prompt="p") for _ in range(3)), pair_of(-1.0, 60, prompt="q")]
+    figures, card = report_card(rows)
+    assert (figures["accuracy"], figures["prompt_accuracy"]) == (0.75, 0.5)
+    assert (figures["num_eval_pairs"], figures["num_eval_prompts"], card["num_prompts"]) == (4, 2, 2)
+    assert card["by_length"] == [
+        {"name": "better answer longer", "pairs": 4, "accuracy": 0.75, "prompts": 2, "prompt_accuracy": 0.5}
+    ]
+
+
+def test_a_prompt_whose_answers_are_all_tied_is_not_among_those_measured() -> None:
+    figures, card = report_card([THREE, TIED])
+    assert (figures["num_eval_prompts"], card["num_prompts"]) == (1, 1)
+
+
 def test_lengths_within_a_tenth_are_about_equal() -> None:
     rows = [pair_of(1.0, 50), pair_of(-1.0, 60), pair_of(1.0, -50), pair_of(1.0, 11), pair_of(-1.0, -10)]
     assert by_length(rows, ordered_pairs(rows)) == [
-        {"name": "better answer longer", "pairs": 2, "accuracy": 0.5},
-        {"name": "about equal", "pairs": 2, "accuracy": 0.5},  # 111 against 100, and 90
-        {"name": "better answer shorter", "pairs": 1, "accuracy": 1.0},
+        group("better answer longer", 2, 0.5),
+        group("about equal", 2, 0.5),  # 111 against 100, and 90
+        group("better answer shorter", 1, 1.0),
     ]
 
 
 def test_few_margins_are_groups_of_their_own() -> None:
     rows = [pair_of(-1.0, strengths=[0.3, 0.2]), pair_of(1.0, strengths=[0.5, 0.4]), pair_of(1.0, strengths=[3, 0])]
     assert by_margin([*rows, pair_of(1.0)], ordered_pairs([*rows, pair_of(1.0)])) == [
-        {"name": "0.1", "pairs": 2, "accuracy": 0.5},
-        {"name": "3", "pairs": 1, "accuracy": 1.0},
+        group("0.1", 2, 0.5),
+        group("3", 1, 1.0),
     ]
     assert by_margin([pair_of(1.0)], ordered_pairs([pair_of(1.0)])) == []
 
@@ -72,16 +100,16 @@ def test_few_margins_are_groups_of_their_own() -> None:
 def test_many_margins_are_put_into_thirds() -> None:
     rows = [pair_of(1.0 if margin > 2 else -1.0, strengths=[margin, 0]) for margin in (6, 5, 4, 3, 2, 1)]
     assert by_margin(rows, ordered_pairs(rows)) == [
-        {"name": "small, below 3", "pairs": 2, "accuracy": 0.0},
-        {"name": "medium, below 5", "pairs": 2, "accuracy": 1.0},
-        {"name": "large, from 5", "pairs": 2, "accuracy": 1.0},
+        group("small, below 3", 2, 0.0),
+        group("medium, below 5", 2, 1.0),
+        group("large, from 5", 2, 1.0),
     ]
 
 
 def test_equal_margins_stay_in_one_third() -> None:
     rows = [pair_of(1.0, strengths=[margin, 0]) for margin in [1, 2, 2, 2, 2, 2, 3, 4, 5]]
     found = by_margin(rows, ordered_pairs(rows))
-    assert [(group["name"], group["pairs"]) for group in found] == [
+    assert [(part["name"], part["pairs"]) for part in found] == [
         ("small, below 2", 1), ("medium, below 3", 5), ("large, from 3", 3),
     ]  # fmt: skip
 
@@ -89,8 +117,8 @@ def test_equal_margins_stay_in_one_third() -> None:
 def test_sources_are_told_apart_where_there_are_several() -> None:
     rows = [pair_of(1.0), pair_of(1.0, source="forum"), pair_of(-1.0, source="forum")]
     assert by_source(rows, ordered_pairs(rows)) == [
-        {"name": "forum", "pairs": 2, "accuracy": 0.5},
-        {"name": "not said", "pairs": 1, "accuracy": 1.0},
+        group("forum", 2, 0.5),
+        group("not said", 1, 1.0),
     ]
     assert by_source(rows[1:], ordered_pairs(rows[1:])) == []
 
@@ -140,7 +168,7 @@ def test_a_card_measures_confidence_on_the_scale_that_was_trained_on() -> None:
 
 
 def test_the_best_and_the_worst_of_each_prompt_share_their_bars() -> None:
-    chosen, rejected = best_and_worst([THREE, EQUAL, TIED, Scored([0.0, 4.0, 2.0], [1, 1, 2], [1, 1, 1])])
+    chosen, rejected = best_and_worst([THREE, EQUAL, TIED, Scored([0.0, 4.0, 2.0], [1, 1, 2], [1, 1, 1], key="best")])
     assert (chosen.tolist(), rejected.tolist()) == ([1.0, 5.0, 0.0, 4.0], [2.0, 5.0, 2.0])
     found = histogram(chosen, rejected)
     assert (found["edges"][0], found["edges"][-1], len(found["edges"])) == (0.0, 5.0, 25)
@@ -155,8 +183,8 @@ def test_scores_that_are_all_the_same_still_have_a_histogram() -> None:
 
 
 def test_the_worst_pairs_come_first_and_are_cut_short() -> None:
-    long = Scored([0.0, 3.0], [1, 2.5], [1, 1], prompt="p" * 600, responses=["good", "b" * 600])
-    three = Scored(THREE.scores, THREE.ranks, THREE.lengths, prompt="q", responses=["one", "two", "three"])
+    long = Scored([0.0, 3.0], [1, 2.5], [1, 1], prompt="p" * 600, responses=["good", "b" * 600], key="p")
+    three = Scored(THREE.scores, THREE.ranks, THREE.lengths, prompt="q", responses=["one", "two", "three"], key="q")
     found = worst_pairs([three, long])
     assert found[0] == {
         "prompt": "p" * 500, "better": "good", "better_score": 0.0, "better_rank": 1,
@@ -166,7 +194,7 @@ def test_the_worst_pairs_come_first_and_are_cut_short() -> None:
 
 
 def test_no_more_than_ten_worst_pairs_are_kept() -> None:
-    rows = [Scored([0.0, lead], [1, 2], [1, 1], responses=["a", "b"]) for lead in range(1, 15)]
+    rows = [Scored([0.0, lead], [1, 2], [1, 1], responses=["a", "b"], key="p") for lead in range(1, 15)]
     assert [line["worse_score"] for line in worst_pairs(rows)] == list(range(14, 4, -1))
 
 

@@ -65,6 +65,23 @@ def test_the_card_counts_each_pair_in_each_of_its_tables(trained: Path) -> None:
     assert "compared" not in card
 
 
+def test_rankings_of_the_same_prompt_are_counted_as_one_prompt(
+    world: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three rankings of each of four prompts, which may differ in outer white space; five of two others held out."""
+    rows = [row | {"prompt": "abcd"[place % 4] + " " * (place // 4)} for place, row in enumerate(ROWS[:12])]
+    held_out = [row | {"prompt": "ef"[place // 4]} for place, row in enumerate(ROWS[12:17])]
+    given = {
+        "data": rankings_file(tmp_path / "rows.jsonl", rows),
+        "eval_data": rankings_file(tmp_path / "held_out.jsonl", held_out),
+    }
+    metrics = run_reward(tmp_path / "reward", model=world["model"], **given)
+    assert (metrics["num_prompts"], metrics["num_eval_prompts"], metrics["num_eval_pairs"]) == (4, 2, 30)
+    assert card_of(tmp_path / "reward")["num_prompts"] == 2
+    said = capsys.readouterr().out
+    assert "4 prompts with 12 rankings of 48 answers; 2 prompts with 5 rankings held out" in said
+
+
 def test_the_worst_pairs_are_of_held_out_answers_as_they_were_written(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,8 +167,8 @@ def test_prompts_that_another_model_has_no_room_for_are_left_out_of_the_comparis
     assert first is not None
     assert len(first) == 2
     assert second is None
-    assert "has no room for answers to 1 of 2 held-out prompts" in capsys.readouterr().out
-    rows = [evaluate.Scored([1.0, 0.0], [1, 2], [1, 1])] * 2
+    assert "has no room for answers in 1 of 2 held-out rankings" in capsys.readouterr().out
+    rows = [evaluate.Scored([1.0, 0.0], [1, 2], [1, 1], key="p")] * 2
     this, other = evaluate.compare(rows, others)["compared"]
     assert (this["accuracy"], other["accuracy"]) == (1, float(first[0] > first[1]))
     assert evaluate.compare(rows[1:], {"other": [None]}) == {}

@@ -94,7 +94,7 @@ def test_an_answer_keeps_its_end_or_is_left_out_and_counted(
         assert tokenizer.decode(answer.input_ids[answer.prompt_length :], skip_special_tokens=True).strip() == text
     said = capsys.readouterr().out
     assert "left out 2 answers longer than max_length 48, 0 repeated ones" in said
-    assert "left out 1 of 2 prompts with nothing to compare" in said
+    assert "left out 1 of 2 rankings with nothing to compare" in said
 
 
 def test_the_same_answer_twice_is_compared_with_the_others_once(

@@ -102,6 +102,14 @@ def test_a_value_judges_the_state_before_its_token(scorer: Any) -> None:
     assert torch.equal(values[0], everywhere[0, [2, 3]])  # before the tokens at 3 and 4
 
 
+def test_a_reference_on_a_second_gpu_reads_the_stop_token_that_was_drawn(policy: Any, scorer: Any) -> None:
+    together, apart = (roll(policy, scorer, placement=name) for name in ("together", "second_gpu"))
+    last = apart.responses[apart.ended].gather(-1, apart.lengths[apart.ended][:, None] - 1)
+    assert (last != 0).any()
+    torch.testing.assert_close(apart.ref_logprobs, together.ref_logprobs, rtol=0, atol=1e-5)
+    assert torch.equal(apart.scores, together.scores)
+
+
 def test_the_score_is_that_of_prompt_and_response_alone_whose_end_is_eos_as_in_training(
     policy: Any, scorer: Any
 ) -> None:

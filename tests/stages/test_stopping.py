@@ -241,6 +241,9 @@ def test_a_stage_that_asks_for_it_is_watched_before_it_trains(tmp_path: Path) ->
         def start(self) -> None:
             pass
 
+        def stood(self, seconds: float) -> None:
+            pass
+
         def look(self, training: bool) -> None:
             if training:
                 looked.set()

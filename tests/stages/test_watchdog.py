@@ -102,6 +102,33 @@ def test_the_one_that_waits_for_nobody_tells_first_since_it_can_say_where_it_han
         assert ours.look(training=True) is not None
 
 
+def test_a_stage_that_was_stopped_as_a_whole_and_goes_on_does_not_stand_still(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a batch system stops a job, or Ctrl-Z one of a shell. 100 seconds without a move are a standstill."""
+    ours, _other = some(tmp_path, 2)
+    seconds = iter([1000.0, *[ours.interval] * 51])  # that waiting for a signal takes; that for the first is too long
+    heard, end = os.pipe()
+    told: list[float] = []
+
+    def wait(*_: Any) -> tuple[list[int], list[int], list[int]]:
+        clock[0] += next(seconds)
+        return [heard] if told else [], [], []
+
+    def tell(_: str) -> None:
+        told.append(clock[0])
+        os.write(end, b"\0")
+
+    monkeypatch.setattr(stopping, "select", SimpleNamespace(select=wait))
+    monkeypatch.setattr(stopping, "monotonic", lambda: clock[0])
+    watched = Stopping(tmp_path, 30, print, tell_status(tmp_path), [], ours)
+    watched.training = True
+    monkeypatch.setattr(watched, "_end_standstill", tell)
+    watched._watch(heard)
+    os.close(end)
+    assert told == [1000.0 + 98.0]  # 2 of the first 1000 seconds count
+
+
 def test_a_slow_process_that_moves_is_waited_for(tmp_path: Path, clock: list[float]) -> None:
     ours, slow, third = some(tmp_path, 3)
     with ours.collective("sum"), third.collective("sum"):

@@ -1,0 +1,60 @@
+"""A stage as it is started by hand: `python -m rlhf.stages.STAGE FOLDER`."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlhf.stages import entry
+from rlhf.stages.artifact import Identity, seal
+
+WITHOUT_TORCH = """
+import runpy, sys
+try:
+    runpy.run_module(f"rlhf.stages.{sys.argv.pop(1)}", run_name="__main__")
+except SystemExit as end:
+    print(end.code, "torch" in sys.modules)
+"""
+
+
+def sealed(folder: Path, stage: str) -> None:
+    (folder / "model").mkdir(parents=True)
+    (folder / "settings.yaml").write_text(f"stage: {stage}\n")
+    seal(folder, Identity(stage, {}, {}, {}), {}, 1, {})
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "feedback", "reward", "ppo"])
+def test_a_finished_folder_is_refused_before_torch_is_imported_with_the_commands_that_run_it_once_more(
+    tmp_path: Path, stage: str
+) -> None:
+    folder = tmp_path / "my runs" / "demo" / f"{stage}-0123abcd"
+    sealed(folder, stage)
+    words = [sys.executable, "-c", WITHOUT_TORCH, stage, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+    assert done.stderr.startswith(f"error: {folder}: is finished ")
+    make, copy, run = done.stderr.split("`")[1].split(" && ")
+    subprocess.run(shlex.split(make), check=True)
+    subprocess.run(shlex.split(copy), check=True)
+    new = tmp_path / "my runs" / "again" / folder.name
+    assert (new / "settings.yaml").read_text() == f"stage: {stage}\n"
+    assert shlex.split(run) == ["python", "-m", f"rlhf.stages.{stage}", str(new)]
+
+
+@pytest.mark.parametrize("in_a_run", [False, True])
+def test_the_last_line_by_hand_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_a_run: bool
+) -> None:
+    """In a run it is the run's."""
+    module = ModuleType("rlhf.stages.sft.train")
+    module.train = lambda folder: sealed(folder, "sft")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "argv", ["sft", str(tmp_path / "sft")])
+    monkeypatch.delenv("RLHF_RUN", raising=False)
+    if in_a_run:
+        monkeypatch.setenv("RLHF_RUN", "a mark")
+    entry.run_stage("sft")
+    assert capsys.readouterr().out == ("" if in_a_run else f"sft: done, {tmp_path}/sft/model\n")
