@@ -152,7 +152,7 @@ def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
     """summary.json, with step, steps and message of stages under way, and seconds_left of one that runs; 'interrupted'
     for one whose process is gone. A finished one has a message where its folder is not, or not whole, in the run any
     more."""
-    if not (run_dir / "summary.json").is_file():
+    if not run_dir.is_dir() or not (run_dir / "summary.json").is_file():
         raise no_run_folder(run_dir)
     return with_progress(run_dir, read_summary(run_dir))
 

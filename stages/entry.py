@@ -1,5 +1,6 @@
 """What `-m rlhf.stages.STAGE FOLDER` does, which is how `accelerate launch` starts a stage."""
 
+import fcntl
 import importlib
 import os
 import sys
@@ -21,10 +22,26 @@ def run_stage(stage: str) -> None:
     folder = Path(sys.argv[1])
     try:
         refuse_finished(folder, stage)
+        _stay_alone(folder)
     except RefusedError as error:  # before torch is imported, which takes seconds
         print(f"error: {mask(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     _train(stage, folder)
+
+
+def _stay_alone(folder: Path) -> None:
+    """Have the folder to this process, and those that it trains with, until it ends, however it does."""
+    if os.environ.get("RANK", "0") != "0" or not folder.is_dir():
+        return
+    descriptor = os.open(folder, os.O_RDONLY)  # the system closes it
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RefusedError(
+            f"{folder}: another process is training in it; wait until it is done, or use another folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def _train(stage: str, folder: Path) -> None:

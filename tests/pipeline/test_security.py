@@ -83,6 +83,7 @@ def test_no_line_of_ours_opens_a_pickle_runs_a_shell_or_loads_yaml_unsafely() ->
     assert found["importlib.import_module"] <= {
         "data/sources.py",  # load_function: what the recipe names
         "data/formats/__init__.py", "pipeline/launch.py", "pipeline/evaluation.py",  # our own modules
+        "stages/entry.py",
         "stages/artifact.py",  # load_function's
     }  # fmt: skip
 
@@ -249,8 +250,9 @@ def test_the_traceback_of_a_stage_in_a_process_of_its_own_is_shown_without_secre
 
     monkeypatch.setenv("RLHF_DEBUG", "1")
     monkeypatch.setattr(sys, "argv", ["stage", "nowhere"])
+    monkeypatch.setattr("rlhf.stages.sft.train.train", fail)
     with pytest.raises(SystemExit) as stop:
-        entry.run_stage(fail)
+        entry.run_stage("sft")
     assert stop.value.code == 1
     err = capsys.readouterr().err
     assert "in fail" in err

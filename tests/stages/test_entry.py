@@ -1,5 +1,7 @@
 """A stage as it is started by hand: `python -m rlhf.stages.STAGE FOLDER`."""
 
+import fcntl
+import os
 import shlex
 import subprocess
 import sys
@@ -58,3 +60,16 @@ def test_the_last_line_by_hand_names_the_model(
         monkeypatch.setenv("RLHF_RUN", "a mark")
     entry.run_stage("sft")
     assert capsys.readouterr().out == ("" if in_a_run else f"sft: done, {tmp_path}/sft/model\n")
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path) -> None:
+    """Both would write the same model, and take each other's files away."""
+    (tmp_path / "settings.yaml").write_text("stage: sft\n")
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as such a process has it
+    words = [sys.executable, "-c", WITHOUT_TORCH, "sft", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    os.close(descriptor)
+    assert done.stdout == "2 False\n"
+    cure = "wait until it is done, or use another folder"
+    assert done.stderr == f"error: {tmp_path}: another process is training in it; {cure}\n"
