@@ -56,7 +56,7 @@ VERDICTS: dict[str, Diagnosis] = {
     ),
     "feedback.mostly_ties": Diagnosis(
         "Answers that are tied teach a reward model nothing. The SFT model says nearly the same each time.",
-        "Many ties beside few rankings.",
+        "In most rankings all answers are tied.",
         "Sample the answers at a higher temperature, or more of them per prompt.",
     ),
     "reward.constant": Diagnosis(

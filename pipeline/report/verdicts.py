@@ -109,12 +109,12 @@ def feedback(metrics: Mapping[str, Any]) -> Verdict:
         return Verdict("nothing_ranked", "bad", "Feedback brought nothing: no prompt has ranked answers.")
     differ, tied = metrics.get("num_disagreed") or 0, metrics.get("num_tied") or 0
     more = f", {number(differ)} of them by several raters who differ" if differ else ""
-    if tied > num:
+    if 2 * tied > num:
         return Verdict(
             "mostly_ties",
             "doubtful",
-            f"Feedback brought {number(num)} rankings, but all answers of {number(tied)} others are tied: the answers "
-            "are too much alike.",
+            f"Feedback brought {number(num)} rankings, but in {number(tied)} of them all answers are tied: they are "
+            "too much alike.",
         )
     return Verdict("ranked", "good", f"Feedback brought {number(num)} rankings{more}.")
 

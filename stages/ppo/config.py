@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.sources import Source
@@ -281,6 +281,17 @@ class PPOSettings(StageSettings):
                 f"ppo.quantization: {self.quantization} needs bitsandbytes, which is not installed; "
                 "`pip install rlhf-toolkit[quantization]`, or leave it out"
             )
+
+    @field_validator("ptx_data", mode="before")
+    @classmethod
+    def _is_one_source(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            raise ValueError("takes one source, not a list of them; name one, such as ${pretrain.data.0}")
+        if isinstance(value, dict) and "weight" in value:
+            raise ValueError(
+                "takes one source, which has no weight; write its path alone, such as ${pretrain.data.path}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

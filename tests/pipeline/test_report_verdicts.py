@@ -72,7 +72,9 @@ def test_feedback_counts_what_was_ranked() -> None:
         verdicts.feedback({"num_rankings": 80, "num_disagreed": 3}), "ranked", "good"
     )
     said(verdicts.feedback({"num_rankings": 0}), "nothing_ranked", "bad")
-    said(verdicts.feedback({"num_rankings": 10, "num_tied": 30}), "mostly_ties", "doubtful")
+    told = said(verdicts.feedback({"num_rankings": 40, "num_tied": 21}), "mostly_ties", "doubtful")
+    assert "40 rankings, but in 21 of them all answers are tied" in told
+    said(verdicts.feedback({"num_rankings": 40, "num_tied": 20}), "ranked", "good")
     said(verdicts.feedback({}), "unknown", "open")
 
 

@@ -50,6 +50,15 @@ def test_a_misspelt_key_inside_a_source_is_named_with_its_path() -> None:
         SFTSettings.load({"data": {"path": "x.jsonl", "splitt": "test"}}, "sft")
 
 
+@pytest.mark.parametrize(("text", "message"), [
+    (["a.txt", "b.txt"], r"takes one source, not a list of them; name one, such as \$\{pretrain\.data\.0\}"),
+    ({"path": "a.txt", "weight": 2}, "takes one source, which has no weight; write its path alone"),
+])  # fmt: skip
+def test_what_pretrain_takes_and_ppo_does_not_is_refused_with_what_to_write(text: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=rf"ppo\.ptx_data: {message}"):
+        PPOSettings.load({"data": "x.jsonl", "ptx_coef": 0.1, "ptx_data": text}, "ppo")
+
+
 def test_numbers_written_as_text_are_numbers() -> None:
     settings = SFTSettings.load({"data": "x.jsonl", "learning_rate": "1e-5", "global_batch_size": "2"}, "sft")
     assert settings.learning_rate == 0.00001
