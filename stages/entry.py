@@ -33,15 +33,14 @@ def _stay_alone(folder: Path) -> None:
     """Have the folder to this process, and those that it trains with, until it ends, however it does."""
     if os.environ.get("RANK", "0") != "0" or not folder.is_dir():
         return
-    descriptor = os.open(folder, os.O_RDONLY)  # the system closes it
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:  # the system closes it
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RefusedError(
             f"{folder}: another process is training in it; wait until it is done, or use another folder"
         ) from None
-    except OSError:  # a file system without locks
-        pass
+    except OSError:  # a file system without locks, or a folder that may not be listed
+        _stay_alone(folder)
 
 
 def _train(stage: str, folder: Path) -> None:

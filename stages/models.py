@@ -301,7 +301,7 @@ def compile_layers(model: nn.Module) -> None:
 
 def _as_if_learned(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
     """What frozen embeddings make needs no gradient: the first layer would be compiled apart from the others."""
-    if torch.is_grad_enabled():
+    if inputs and torch.is_grad_enabled():  # a family may hand it over by name, and then has that one piece more
         inputs[0].requires_grad_()
 
 
