@@ -1,6 +1,6 @@
 """What to change in a stage that does not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,11 +14,21 @@ from rlhf.stages.devices import Device
 def changes(request: Request, stage: str, settings: Any, device: Device) -> list[dict[str, Any]]:
     """Settings that lower the peak, each by itself, those first that gain most. Where none is enough, the last entry
     is of several together: one after the other, until it fits or there are no more."""
-    now = _peak(request, stage, settings, device)
+    known: dict[str, float] = {}
+
+    def peak_with(changed: dict[str, Any]) -> float:
+        """The peak, which is traced once: alone, together and as microbatches the same settings come up again."""
+        wanted = _with(settings, changed)
+        key = wanted.model_dump_json()
+        if key not in known:
+            known[key] = max(phase.total for phase in phases_of(request, stage, wanted, device)[0])
+        return known[key]
+
+    now = peak_with({})
 
     def tried(changed: dict[str, Any]) -> dict[str, Any] | None:
         """What changes come to; None where they do not go with the other settings, or gain nothing."""
-        peak = _peak(request, stage, _with(settings, changed), device)
+        peak = peak_with(changed)
         if peak >= 0.99 * now:
             return None
         named = {f"{stage}.{name}": value for name, value in changed.items() if getattr(settings, name) != value}
@@ -29,7 +39,7 @@ def changes(request: Request, stage: str, settings: Any, device: Device) -> list
         with suppress(ValidationError, RefusedError):
             changed = candidate
             if "microbatch_size" in candidate:
-                changed = {"microbatch_size": _microbatch(request, stage, settings, device, now)}
+                changed = {"microbatch_size": _microbatch(request, stage, settings, device, peak_with)}
             if (found := tried(changed)) is not None:
                 alone.append((found, changed))
     alone.sort(key=lambda pair: pair[0]["peak_gib"])
@@ -54,6 +64,8 @@ def _candidates(stage: str, settings: Any, device: Device, num_processes: int) -
         yield {"microbatch_size": 1}
     if device.precision("auto", stage) != device.precision(settings.precision, stage):
         yield {"precision": "auto"}
+    if device.is_gpu and not settings.compile:
+        yield {"compile": True}
     if stage in ("pretrain", "ppo") and not settings.gradient_checkpointing:
         yield {"gradient_checkpointing": True}
     if stage == "sft":
@@ -77,23 +89,21 @@ def _candidates(stage: str, settings: Any, device: Device, num_processes: int) -
             yield {"layout": "adapters", "offload": False, "weights": "fp32", "quantization": "4bit"}
 
 
-def _microbatch(request: Request, stage: str, settings: Any, device: Device, now: float) -> int:
+def _microbatch(
+    request: Request, stage: str, settings: Any, device: Device, peak_with: Callable[[dict[str, Any]], float]
+) -> int:
     """The largest power of two that fits; 1 where none does. Memory grows by about as much with every row."""
     name = "rollout_batch_size" if stage == "ppo" else "global_batch_size"
     rows = settings.microbatch_size or max(getattr(settings, name) // request.processes_of(stage), 1)
-    least = _peak(request, stage, _with(settings, {"microbatch_size": 1}), device)
+    now, least = peak_with({}), peak_with({"microbatch_size": 1})
     room = device.usable - least
     if room <= 0 or now <= least:
         return 1
     size = 1 << (max(int(1 + room / (now - least) * (rows - 1)), 1).bit_length() - 1)
-    while size > 1 and _peak(request, stage, _with(settings, {"microbatch_size": size}), device) > device.usable:
+    while size > 1 and peak_with({"microbatch_size": size}) > device.usable:
         size //= 2
     return size
 
 
 def _with(settings: Any, changed: dict[str, Any]) -> Any:
     return type(settings).model_validate(settings.model_dump(mode="json", exclude_unset=True) | changed)
-
-
-def _peak(request: Request, stage: str, settings: Any, device: Device) -> float:
-    return max(phase.total for phase in phases_of(request, stage, settings, device)[0])

@@ -78,7 +78,7 @@ def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
                 footprint.at("update, step")
                 muon.step()
 
-    moments = traced([case.config], run, "all" if compiled else None)
+    moments = traced([case.config], run, "whole" if compiled else None)
     with torch.device("meta"):
         model = causal(case.config)
         held = Held().add(model)

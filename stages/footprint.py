@@ -32,8 +32,8 @@ Bytes = dict[str, float]
 """By kind: weights (copies in another type), gradients, activations, cache, logits."""
 Moments = dict[str, Bytes]
 """The most at one time in each part of a pass."""
-Fused = Literal["layers", "all"] | None
-"""What is compiled: the layers of a model, or the logits too."""
+Fused = Literal["layers", "all", "whole"] | None
+"""What is compiled: the layers of a model; the logits too; or all of it as one piece."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.embedding.default}
@@ -48,8 +48,8 @@ class Footprint(TorchDispatchMode):
     """Bytes that are alive, by kind, and for each moment the most there were.
 
     Tensors whose last axis is the `vocabulary` are logits. With `fused` it counts what torch.compile keeps of the
-    layers, or of all: what products read and make, and what attention needs. All between them becomes part of a kernel,
-    and is made again in the backward pass.
+    layers, or of all: what products make, and what attention needs. All between them becomes part of a kernel, and is
+    made again in the backward pass; where a `whole` model is compiled, and for logits, what products read is kept too.
     """
 
     def __init__(self, vocabulary: int, fused: Fused = None) -> None:
@@ -112,10 +112,15 @@ class Footprint(TorchDispatchMode):
             for tensor in results:
                 self._count(tensor, self._kind(func, args, tensor))
         elif func in _PRODUCTS:
-            for tensor in (*(x for x in args if isinstance(x, Tensor)), *results):
+            inputs = [x for x in args if isinstance(x, Tensor)]
+            new = [key for x in inputs if (key := x.untyped_storage()._cdata) not in self._kinds]
+            for tensor in (*inputs, *results):
                 self._count(tensor, self._kind(func, args, tensor))
                 if torch.is_grad_enabled() and self._kinds[tensor.untyped_storage()._cdata] == "activations":
                     self._kept.append(tensor)
+            if torch.is_grad_enabled() and self.fused != "whole" and self._kind(func, args, results[0]) != "logits":
+                for key in new:  # the backward pass makes them once more (`compile_layers`)
+                    self._resize(key, 0)
             if func is not _aten.embedding.default:
                 self._of_products.add(results[0].untyped_storage()._cdata)
         else:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.stages.packing import PackedRows, packed_rows, sent
+
 PASS_TOKENS = 128
 """What a forward and backward pass is taken to cost on a CPU beside its tokens, in tokens: an estimate, of which only
 the cuts depend."""
@@ -24,11 +26,13 @@ class Piece:
     num_prompt: int
     num_response: int
     _sent: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    as_pack: PackedRows | None = field(default=None, compare=False, repr=False)
+    """Its texts without padding, once that was made."""
 
     def on(self, device: torch.device) -> Tensor:
-        """Its rows [n] there; they are sent once, since a GPU that is sent something has to be waited for."""
+        """Its rows [n] there; they are sent once."""
         if device not in self._sent:
-            self._sent[device] = torch.tensor(self.rows, device=device)
+            (self._sent[device],) = sent(device, torch.tensor(self.rows))
         return self._sent[device]
 
     def __len__(self) -> int:
@@ -36,12 +40,17 @@ class Piece:
 
     def __getitem__(self, some: slice) -> "Piece":
         """Some of its rows."""
-        return replace(self, rows=self.rows[some], _sent={})
+        return replace(self, rows=self.rows[some], _sent={}, as_pack=None)
 
     def of_text(self, tensor: Tensor, num_response: int) -> Tensor:
         """From [B,T]: prompts padded on the left, then responses padded on the right to `num_response`."""
         border = tensor.shape[1] - num_response
         return tensor[self.on(tensor.device), border - self.num_prompt : border + self.num_response]
+
+    def packed(self, input_ids: Tensor, attention_mask: Tensor, num_response: int) -> "Piece":
+        """With its texts, of these [B,T], as a pack for all models that read them."""
+        text = self.of_text(input_ids, num_response), self.of_text(attention_mask, num_response)
+        return replace(self, as_pack=packed_rows(*text, self.num_response))
 
     def of_response(self, tensor: Tensor) -> Tensor:
         """From [B,R]."""

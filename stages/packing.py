@@ -41,6 +41,15 @@ class Pack:
         return Pack(ids, positions, borders, self.longest)
 
 
+@dataclass(frozen=True)
+class PackedRows:
+    """Padded rows of prompts and responses as a pack, but for their last column, which nobody has to read."""
+
+    pack: Pack
+    places: Tensor  # [N] of the pack's tokens in the rows [B,T-1], counted through all rows
+    judged: Tensor  # [M] of the response's tokens in the last columns [B,R], counted in the same way
+
+
 def sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """On the device. A copy from memory that is not pinned would wait until a GPU has done all before."""
     if device.type == "cuda":
@@ -63,6 +72,15 @@ def pack_of(ids: Tensor, mask: Tensor) -> tuple[Pack, Tensor]:
     positions = (mask.cumsum(-1) - 1).flatten()[places]
     texts, positions = (pad(x, (0, fill))[None] for x in (ids.flatten()[places], positions))
     return Pack(texts, positions, borders.int(), -(-ids.shape[1] // MULTIPLE) * MULTIPLE), places
+
+
+def packed_rows(input_ids: Tensor, attention_mask: Tensor, num_response: int) -> PackedRows:
+    """Rows [B,T] whose last `num_response` columns are responses, for all models that read them.
+
+    To find their tokens, the CPU waits until a GPU has done all before: make it when the GPU has nothing to do.
+    """
+    judged = attention_mask[:, -num_response:].flatten().nonzero()[:, 0]
+    return PackedRows(*pack_of(input_ids[:, :-1], attention_mask[:, :-1]), judged)
 
 
 def laid_out(numbers: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
@@ -99,17 +117,17 @@ def read_pack(model: PreTrainedModel, pack: Pack) -> Tensor:
 
 
 def read_rows(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, packed: bool = False
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, as_pack: tuple[Pack, Tensor] | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Last hidden states of a decoder, from ids [B,T] and attention mask [B,T] (True where a token is): as they were
     read, and what lays out as [B,T,…] numbers that are made of each of them.
 
     Each text is read from the first column on, so that no mask is needed beside the causal one and every kernel of
-    attention will do; what stands behind a text changes nothing in it. `packed`, they are in one row without padding.
-    What is laid out at padding means nothing.
+    attention will do; what stands behind a text changes nothing in it. As a pack (of `pack_of`), they are in one row
+    without padding. What is laid out at padding means nothing.
     """
-    if packed:
-        pack, tokens = pack_of(input_ids, attention_mask)
+    if as_pack is not None:
+        pack, tokens = as_pack
         hidden = read_pack(model, pack)[0, : len(tokens)]  # [N,d]
         return hidden, lambda numbers: laid_out(numbers, tokens, attention_mask.shape)
     places = torch.arange(input_ids.shape[1], device=input_ids.device)

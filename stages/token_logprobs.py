@@ -33,8 +33,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities [N], entropies [N] if asked for) of `tokens` [N] under logits hidden [N,d] · weight [V,d]ᵀ.
 
-    Logits of `size` states are in memory at a time; the backward pass makes them once more, unless that is all there
-    are. `compile` compiles what becomes of them.
+    Logits of `size` states are in memory at a time. Where the head is trained, the backward pass makes them once more,
+    unless that is all there are. `compile` compiles what becomes of them.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -58,21 +58,35 @@ class _TokenLogprobs(torch.autograd.Function):
         compile: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, tokens)
-        ctx.law, ctx.with_entropy, ctx.size, ctx.compile, ctx.kept = law, with_entropy, size, compile, None
+        ctx.law, ctx.with_entropy, ctx.size, ctx.compile = law, with_entropy, size, compile
+        ctx.kept = ctx.gradients = None
         read = _compiled(_read) if compile else _read
+        read_with_slopes = _compiled(_read_with_slopes) if compile else _read_with_slopes
         head = weight.to(hidden.dtype) if hidden.is_cuda else weight  # once for all pieces
-        found = []
+        of_hidden, *of_head = ctx.needs_input_grad[:3]
+        # Through a frozen head, one number per token times what is known already: made while the logits are here.
+        at_once = of_hidden and not any(of_head) and not with_entropy
+        found, gradients = [], []
         for states, labels in zip(hidden.split(size), tokens.split(size), strict=True):
             logits = products(states, head)
-            found.append(read(logits, bias, labels, law, with_entropy))
-            if len(tokens) <= size and any(ctx.needs_input_grad):
-                ctx.kept = logits
+            if at_once:
+                logprobs, entropies, slopes = read_with_slopes(logits, bias, labels, law, hidden.dtype)
+                gradients.append(slopes @ head.to(hidden.dtype))
+            else:
+                logprobs, entropies = read(logits, bias, labels, law, with_entropy)
+                if len(tokens) <= size and any(ctx.needs_input_grad):
+                    ctx.kept = logits
+            found.append((logprobs, entropies))
+        if at_once:
+            ctx.gradients = torch.cat(gradients)
         logprobs, entropies = (torch.cat(part) for part in zip(*found, strict=True))
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens = ctx.saved_tensors
+        if ctx.gradients is not None:
+            return (ctx.gradients * of_logprobs[:, None]).to(hidden.dtype), *[None] * 7
         kept, ctx.kept = ctx.kept, None  # the layers below need the room
         slopes_of = _compiled(_slopes) if ctx.compile else _slopes
         head = weight.to(hidden.dtype)
@@ -116,6 +130,14 @@ def _read(
     logprobs = _shaped(products, bias, law).log_softmax(-1)
     entropies = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else logprobs.new_empty(0)
     return logprobs.gather(-1, tokens[:, None])[:, 0], entropies
+
+
+def _read_with_slopes(
+    products: Tensor, bias: Tensor | None, tokens: Tensor, law: _Law, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_read` returns without entropies, and `_slopes` of log-probabilities whose gradient is 1."""
+    logprobs, no_entropies = _read(products, bias, tokens, law, with_entropy=False)
+    return logprobs, no_entropies, _slopes(products, bias, tokens, law, torch.ones_like(logprobs), None, dtype)
 
 
 def _slopes(

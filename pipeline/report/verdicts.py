@@ -161,7 +161,7 @@ def reward(metrics: Mapping[str, Any], card: Mapping[str, Any] | None = None) ->
     if failed := metrics.get("gates_failed"):
         return Verdict("below_its_bar", "bad", f"The reward model is below its bar: {'; '.join(failed)}.")
     for group in (card or {}).get("by_length", []):
-        prompts = group.get("prompts") or 0  # which cards of earlier releases do not tell
+        prompts = group.get("prompts") or 0  # a card that somebody else wrote may lack them
         if (
             group["name"] == "better answer shorter"
             and prompts >= SHORTER_WINS_PROMPTS

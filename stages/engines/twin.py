@@ -1,9 +1,9 @@
 """A second tree of modules on a model's weights, made for sampling; the model itself is left as it is.
 
 Its weights are the model's own tensors wherever they can be read as they lie. The rest are copied when a rollout
-begins and given back when it ends: those in another dtype, and projections of the same input (query, key and value;
-gate and up), which are put together so that one product does for all. Their adapters stay beside them: added to weights
-in 16 bits, a small change would be rounded away, and the start sampled instead of the policy.
+begins and given back when it ends: those in another dtype, those of one input (query, key and value; gate and up),
+which are put together so that one product does for all, and those with adapters, beside which the adapters are put:
+added to weights in 16 bits, a small change would be rounded away, and the start sampled instead of the policy.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -19,6 +20,9 @@ from rlhf.stages.engines.slots import NAME
 from rlhf.stages.lora_layers import SAME_INPUT
 from rlhf.stages.models import compile_layers, logit_rule
 from rlhf.stages.token_logprobs import products
+
+_RANKS = 64
+"""Of which the ranks beside a matrix are a multiple: on a GPU, products of other widths take longer than two."""
 
 
 class Twin:
@@ -98,7 +102,8 @@ class Twin:
 
 
 class _Product(nn.Module):
-    """One product in the place of several linear layers that read the same input, and two thin ones for adapters."""
+    """One product in the place of several linear layers that read the same input. Where they have adapters a thin one
+    follows: the base's weights lie in one matrix with all that makes few numbers of the input."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
@@ -106,40 +111,36 @@ class _Product(nn.Module):
         self.give_back()
 
     def give_back(self) -> None:
-        self.weight: Tensor | None = None  # [sum of outputs (and of ranks), inputs]
-        self.bias: Tensor | None = None  # [the same], 0 for ranks
-        self.down: Tensor | None = None  # [sum of ranks, inputs], where it is not part of `weight`
-        self.up: Tensor | None = None  # [sum of outputs, sum of ranks]
+        self.weight: Tensor | None = None  # [sum of outputs + r, inputs]
+        self.bias: Tensor | None = None  # [sum of outputs + r]
+        self.up: Tensor | None = None  # [r, sum of outputs], r the sum of ranks, rounded up
         self.parts: dict[int, Tensor] = {}
 
     def take(self, dtype: torch.dtype) -> None:
         bases = [_base(layer) for layer in self.layers]
         weights = [base.weight.T if isinstance(base, Conv1D) else base.weight for base in bases]
         self.sizes = [len(weight) for weight in weights]
-        together = [weight.to(dtype) for weight in weights]
-        if bases[0].bias is not None:
-            self.bias = _together([base.bias.to(dtype) for base in bases])
+        matrices = [weight.to(dtype) for weight in weights]
+        biases = [base.bias.to(dtype) for base in bases if base.bias is not None]
         if any(isinstance(layer, BaseTunerLayer) for layer in self.layers):
             pairs = [_adapter(layer, weight) for layer, weight in zip(self.layers, weights, strict=True)]
-            self.down = torch.cat([down for down, _ in pairs]).to(dtype)
-            self.up = torch.block_diag(*(up for _, up in pairs)).to(dtype)
-            if len(together) > 1:  # copied anyway, and one product takes less time than two
-                if self.bias is not None:
-                    self.bias = nn.functional.pad(self.bias, (0, len(self.down)))
-                together.append(self.down)
-                self.down = None
-        self.weight = _together(together)
+            down, up = torch.cat([down for down, _ in pairs]), torch.block_diag(*(up for _, up in pairs))
+            more = -len(down) % _RANKS
+            matrices.append(pad(down, (0, 0, 0, more)).to(dtype))
+            self.up = pad(up, (0, more)).T.to(dtype)
+            if biases:
+                biases.append(biases[0].new_zeros(len(self.up)))
+        self.weight = _together(matrices)
+        self.bias = _together(biases) if biases else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Outputs [..., sum of outputs] of inputs [..., inputs]."""
         assert self.weight is not None
         whole = nn.functional.linear(x, self.weight, self.bias)
         if self.up is None:
             return whole
-        if self.down is None:
-            whole, thin = whole.split(list(self.up.shape), dim=-1)
-        else:
-            thin = nn.functional.linear(x, self.down)
-        return whole + nn.functional.linear(thin, self.up)
+        whole, thin = whole.flatten(0, -2).split([sum(self.sizes), len(self.up)], dim=-1)
+        return torch.addmm(whole, thin, self.up).unflatten(0, x.shape[:-1])
 
 
 class _Part(nn.Module):

@@ -132,5 +132,5 @@ def _log_ratio(
     for piece in pieces(*lengths, max_tokens=TOKENS_AT_ONCE, device=ids.device.type):
         text = piece.of_text(ids, width), piece.of_text(attended, width), piece.num_response, temperature
         ratio = ours(*text)[0] - theirs(*text)[0]
-        found[piece.rows] = torch.where(piece.of_response(mask), ratio, 0.0).sum(-1)
+        found[piece.on(ids.device)] = torch.where(piece.of_response(mask), ratio, 0.0).sum(-1)
     return found

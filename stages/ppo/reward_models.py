@@ -100,7 +100,7 @@ class ModelReward(nn.Module):
             ids, attention_mask = (piece.of_text(x, width) for x in (episodes.scored_ids, episodes.attention_mask))
             in_response = torch.zeros_like(attention_mask)
             in_response[:, -piece.num_response :] = piece.of_response(episodes.mask)
-            scores[piece.rows] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).float()
+            scores[piece.on(scores.device)] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).float()
         return scores
 
     def _from_text(self, episodes: Episodes, microbatch_size: int | None) -> Tensor:
@@ -112,7 +112,7 @@ class ModelReward(nn.Module):
         for piece in evenly(cut, self.scalar):
             padded = pad_examples([encoded[row] for row in piece.rows], self.tokenizer.pad_token_id)
             ids, attention_mask, in_response = (x.to(self.scalar.classifier.device) for x in padded)
-            scores[piece.rows] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(scores)
+            scores[piece.on(scores.device)] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(scores)
         return scores
 
     def _encode(self, episodes: Episodes, row: int) -> Encoded:
@@ -163,7 +163,8 @@ class PairReward(nn.Module):
                 [prompts[row] for row in piece.rows], [responses[row] for row in piece.rows], truncation="only_first",
                 max_length=self.max_length, padding=True, return_tensors="pt", **plain,
             )  # fmt: skip
-            scores[piece.rows] = self.classifier(**encoded.to(self.classifier.device)).logits[:, 0].to(scores)
+            logits = self.classifier(**encoded.to(self.classifier.device)).logits
+            scores[piece.on(scores.device)] = logits[:, 0].to(scores)
         return scores
 
 

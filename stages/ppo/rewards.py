@@ -223,6 +223,7 @@ def episodes_of(
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Tensor, mask: Tensor, stops: list[int]) -> list[str]:
     """Text of each response [B,R] up to its stop token, as reward functions, judges and people see it."""
+    responses, mask = responses.cpu(), mask.cpu()  # a GPU is waited for once, not for each row
     kept = (row[counts].tolist() for row, counts in zip(responses, mask, strict=True))
     return answer_texts(tokenizer, kept, stops)
 

@@ -20,6 +20,7 @@ from rlhf.stages.engines.vllm import VLLMEngine
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.out_of_memory import at_once, doing
+from rlhf.stages.packing import PackedRows
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import after_the_end
 from rlhf.stages.ppo.placement import begun
@@ -146,6 +147,8 @@ def collect(
         lengths = [len(ids) for ids in prompts], read.sum(-1).tolist()
         packed = all(x.packed for x in (policy, reference, critic) if x is not None)
         cut = evenly(pieces(*lengths, microbatch_size, max_tokens=limit, device=device.type, packed=packed), policy)
+        if packed:  # all of them before the first is read
+            cut = [piece.packed(input_ids, attention_mask, mask.shape[1]) for piece in cut]
         beside = of_models = None
         if settings.placement == "second_gpu":
             there = reference.model.device
@@ -157,9 +160,10 @@ def collect(
             for piece in cut:
                 text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
                 doing("the rollout", text[0])
-                found = read_part(policy, None if beside else reference, critic, *text, piece.num_response, settings)
+                readers = policy, None if beside else reference, critic
+                found = read_part(*readers, *text, piece.num_response, settings, piece.as_pack)
                 for whole, part in zip((logprobs, ref_logprobs, entropy, values), found, strict=True):
-                    whole[piece.rows, : piece.num_response] = part
+                    whole[piece.on(device), : piece.num_response] = part
         except Exception:
             if beside is not None:
                 beside.exception()  # what is tried again finds the second GPU at rest
@@ -182,16 +186,17 @@ def read_part(
     attention_mask: Tensor,
     num_response: int,
     settings: PPOSettings,
+    rows: PackedRows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logprobs, ref_logprobs, entropy, values) [B,R] of one microbatch; zeros for who is not asked here."""
     text = input_ids, attention_mask, num_response
-    logprobs, entropy, values = policy(*text, settings.temperature, with_entropy=True)
+    logprobs, entropy, values = policy(*text, settings.temperature, with_entropy=True, rows=rows)
     assert entropy is not None
     ref_logprobs = torch.zeros_like(logprobs)
     if reference is not None:
-        ref_logprobs, _, _ = reference(*text, settings.temperature)
+        ref_logprobs, _, _ = reference(*text, settings.temperature, rows=rows)
     if critic is not None:
-        values = response_values(critic, *text)
+        values = response_values(critic, *text, rows)
     return logprobs, ref_logprobs, entropy, torch.zeros_like(logprobs) if values is None else values
 
 
@@ -210,13 +215,21 @@ def read_there(
     for piece in cut:
         text = piece.of_text(input_ids, width), piece.of_text(episodes.attention_mask, width)
         logprobs, _, _ = reference(*text, piece.num_response, settings.temperature)
-        ref_logprobs[piece.rows, : piece.num_response] = logprobs
+        ref_logprobs[piece.on(ref_logprobs.device), : piece.num_response] = logprobs
     return [ref_logprobs, *rewards.of_models(episodes, microbatch_size)]
 
 
-def response_values(critic: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, num_response: int) -> Tensor:
+def response_values(
+    critic: torch.nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    num_response: int,
+    rows: PackedRows | None = None,
+) -> Tensor:
     """Values [B,R]: the one at t judges the state before response token t, so that the last token's is not needed."""
-    return critic(input_ids[:, :-1], attention_mask[:, :-1])[:, -num_response:]
+    as_pack = None if rows is None else (rows.pack, rows.places)
+    values: Tensor = critic(input_ids[:, :-1], attention_mask[:, :-1], as_pack=as_pack)
+    return values[:, -num_response:]
 
 
 @contextmanager

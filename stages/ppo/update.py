@@ -14,7 +14,7 @@ from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.optimizers import trained
 from rlhf.stages.out_of_memory import doing, within_memory
-from rlhf.stages.packing import sent
+from rlhf.stages.packing import PackedRows
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.objective import kl_estimate, loss_denominator, policy_loss, update_log_ratio, value_loss
 from rlhf.stages.ppo.rollout import Rollout, response_values
@@ -33,16 +33,18 @@ class Updater:
         policy: torch.nn.Module,
         critic: torch.nn.Module | None,
         optimizers: list[torch.optim.Optimizer],
-        ptx_blocks: Blocks | Tensor | None,
+        ptx_blocks: Blocks | None,
     ) -> None:
         self.run, self.policy, self.critic = run, policy, critic
         self.learners = [("policy", policy, optimizers[0])]
         if critic is not None:
             self.learners.append(("critic", critic, optimizers[1]))
-        self.ptx_blocks = ptx_blocks  # [N, T + 1] of raw text
+        self.ptx_blocks = ptx_blocks  # of raw text
         self.fault = ""
         """What was wrong with the last optimiser step that was left out."""
-        self.ema = MovingAverage(run.unwrap(policy), run.settings.ema_decay)
+        self.packed = all(run.unwrap(model).packed for _, model, _ in self.learners)
+        self.unwrapped_policy: PolicyModel = run.unwrap(policy)  # to find it takes a large model milliseconds
+        self.ema = MovingAverage(self.unwrapped_policy, run.settings.ema_decay)
         if run.settings.ema_decay is not None:
             run.tensors["ema"] = self.ema.weights
 
@@ -60,11 +62,13 @@ class Updater:
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
         ratios, num_measured, num_updates = Ratios(run.device), 0, 0
         lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
-        limit, packed = settings.microbatch_tokens, all(run.unwrap(model).packed for model in models)
+        limit = settings.microbatch_tokens
 
         @cache  # a single minibatch is the same in all epochs
         def cut(rows: tuple[int, ...], max_rows: int | None) -> list[Piece]:
-            return pieces(*lengths, max_rows, rows, max_tokens=limit, device=run.device.type, packed=packed)
+            found = pieces(*lengths, max_rows, rows, max_tokens=limit, device=run.device.type, packed=self.packed)
+            text = rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1]
+            return [piece.packed(*text) for piece in found] if self.packed else found
 
         for step in range(num_steps):
             minibatch = sorted(batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration))
@@ -86,7 +90,7 @@ class Updater:
                     self.fault = described(numbers)
                     continue
                 if policy_learns:
-                    self.ema.update(run.unwrap(self.policy))
+                    self.ema.update(self.unwrapped_policy)
                 num_updates += 1
                 stats |= {name: norm / run.num_processes for name, norm in norms.items()}  # equal on all processes
             num_measured += 1
@@ -116,20 +120,23 @@ class Updater:
     ) -> tuple[dict[str, Tensor], "Ratios", bool]:
         """Of one optimiser step: (this process's share of its statistics, ratios, whether it would lead too far)."""
         run, settings = self.run, self.run.settings
+        microbatches = cut(tuple(minibatch), run.microbatch_size)
         # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
-        (rows,) = sent(run.device, torch.tensor(minibatch))
-        num_tokens = run.sum(rollout.mask[rows].sum())
-        num_values = run.sum(targets.value_mask[rows].sum())
+        num_tokens, num_values = (
+            run.sum(torch.stack([piece.of_response(mask).sum() for piece in microbatches]).sum())
+            for mask in (rollout.mask, targets.value_mask)
+        )
         stats: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
         ratios = Ratios(run.device)
-        for piece in run.accumulate(cut(tuple(minibatch), run.microbatch_size), *models):
+        for piece in run.accumulate(microbatches, *models):
             part, learned = rollout.cut(piece), targets.cut(piece)
             doing("the update", part.input_ids)
             found: dict[str, Tensor] = {}
             if policy_learns:
-                found |= self._policy_backward(part, learned, num_tokens, num_values, len(minibatch), kl_coef, ratios)
+                given = num_tokens, num_values, len(minibatch), kl_coef, ratios
+                found |= self._policy_backward(part, learned, piece.as_pack, *given)
             if self.critic is not None:
-                found |= self._critic_backward(part, learned, num_values)
+                found |= self._critic_backward(part, learned, piece.as_pack, num_values)
             for name, value in found.items():
                 stats[name] += value
         # As in OpenAI's Spinning Up: the step that would lead further is not made.
@@ -139,9 +146,11 @@ class Updater:
             stats["ptx_loss"] = self._ptx_backward(ptx_step)
         return stats, ratios, False
 
-    def _critic_backward(self, part: Rollout, learned: Targets, num_values: Tensor) -> dict[str, Tensor]:
+    def _critic_backward(
+        self, part: Rollout, learned: Targets, rows: PackedRows | None, num_values: Tensor
+    ) -> dict[str, Tensor]:
         assert self.critic is not None
-        values = response_values(self.critic, part.input_ids, part.attention_mask, part.mask.shape[1])
+        values = response_values(self.critic, part.input_ids, part.attention_mask, part.mask.shape[1], rows)
         loss, stats = self._value_loss(values, part, learned, num_values)
         self.run.backward(loss)
         return stats
@@ -156,6 +165,7 @@ class Updater:
         self,
         part: Rollout,
         learned: Targets,
+        rows: PackedRows | None,
         num_tokens: Tensor,
         num_values: Tensor,
         num_rows: int,
@@ -165,7 +175,7 @@ class Updater:
         settings = self.run.settings
         bonus = settings.entropy_coef > 0
         logprobs, entropy, values = self.policy(
-            part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature, with_entropy=bonus
+            part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature, with_entropy=bonus, rows=rows
         )
         denominator = loss_denominator(
             part.mask, settings.aggregation, num_tokens, num_rows * self.run.num_processes, settings.max_new_tokens

@@ -10,7 +10,7 @@ from stages_world import byte_tokenizer, tiny_policy
 from torch import Tensor
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification
 
-from rlhf.data.collate import pad_left
+from rlhf.data.collate import Blocks, pad_left
 from rlhf.data.rows import Prompt
 from rlhf.stages import adapters
 from rlhf.stages.engines.choice import make_engine
@@ -132,7 +132,7 @@ class World:
     """A policy, its reference and a critic, with an updater that has just started."""
 
     def __init__(self, run: Runtime[PPOSettings], shape: str = "llama", sgd: bool = False, dropout: float = 0.0,
-                 ptx: Tensor | None = None) -> None:  # fmt: skip
+                 ptx: Blocks | None = None) -> None:  # fmt: skip
         self.run = run
         self.policy, self.reference = tiny_policy(shape, dropout), tiny_policy(shape, dropout)
         self.critic = tiny_scalar(shape)

@@ -1,6 +1,7 @@
 """What passes are said to take: traced bytes by hand, beside a whole trace, and beside what torch allocates."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf.stages import budget
+from rlhf.stages.adapters import add_lora
 from rlhf.stages.footprint import ATTENTION, Footprint, at_depth, learn, traced
 from rlhf.stages.head_loss import head_loss
-from rlhf.stages.models import PolicyModel, ScalarModel
+from rlhf.stages.models import PolicyModel, ScalarModel, compile_layers
+from rlhf.stages.settings import LoraSettings
 
 
 def linear(size: int = 256) -> nn.Linear:
@@ -155,15 +158,54 @@ def test_of_a_compiled_layer_and_its_adapter_the_sum_alone_is_kept() -> None:
     with footprint.of(*layers):
         footprint.at("it")
         x = torch.zeros(4, 256)
-        kept = layers[0](x)  # x and this: 4096 bytes each
-        with_adapter = kept + layers[1](x)  # and 4096 more until it is added
+        kept = layers[0](x)  # x, which is made once more later on, and this: 4096 bytes each
+        with_adapter = kept + layers[1](x)  # 4096 more until it is added
         footprint.at("after")
-    assert footprint.moments["it"] == {"activations": 3 * 4096}
-    assert footprint.moments["after"] == {"activations": 2 * 4096}
+    assert footprint.moments["it"] == {"activations": 2 * 4096}
+    assert footprint.moments["after"] == {"activations": 4096}
     del with_adapter
 
 
-# --- beside what torch allocates
+# --- beside what torch keeps and allocates
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_compiled_layer_keeps_what_the_trace_says(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products and what attention needs: for that `compile_layers` lets it make the rest once more."""
+
+    def build(config: Any) -> LlamaForCausalLM:
+        model = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION).train()
+        if lora:
+            add_lora(model.requires_grad_(False), LoraSettings())
+        return model
+
+    def run(configs: Any, footprint: Footprint) -> None:
+        with torch.device("meta"):
+            model = build(configs[0])
+        with footprint.of(model):
+            ids = torch.zeros(4, 64, dtype=torch.long)
+            learn(footprint, "update", {model: lambda: model.base_model(input_ids=ids).last_hidden_state.sum()}, 1)
+
+    two, three = (traced([shape(depth)], run, "layers")["update"]["activations"] for depth in (2, 3))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    model = build(shape())
+    model.set_attn_implementation("sdpa")
+    compile_layers(model)
+    sizes: dict[int, int] = {}
+    x = torch.randn(4, 64, model.config.hidden_size, requires_grad=True)
+    position_embeddings = model.model.rotary_emb(x, torch.arange(64)[None])
+    not_its_own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *position_embeddings)}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in not_its_own:
+            sizes[place] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept = model.model.layers[1](x, attention_mask=None, position_embeddings=position_embeddings)
+    assert three - two == pytest.approx(sum(sizes.values()), rel=0.05)
+    del kept
 
 
 def allocated(step: Callable[[], Any]) -> int:

@@ -9,10 +9,12 @@ from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ppo_world import LENGTHS, PROMPTS, World, make_targets, model_folders, settings
 
+from rlhf.data.collate import Blocks
 from rlhf.stages import microbatches
 from rlhf.stages.microbatches import PASS_TOKENS, PASS_TOKENS_ON_GPU, Piece, packs, pieces
 from rlhf.stages.ppo import update as update_module
@@ -249,7 +251,7 @@ def test_an_update_within_a_budget_of_tokens_is_that_of_the_whole(
     read: list[tuple[int, int]] = []
     doing = update_module.doing
     monkeypatch.setattr(update_module, "doing", lambda what, ids: (read.append(tuple(ids.shape)), doing(what, ids)))
-    blocks, found = torch.randint(1, 260, (5, 8), generator=torch.Generator().manual_seed(0)), []
+    blocks, found = Blocks(np.arange(1, 37), 7, "text"), []
     for budget in (None, 16):
         world = new_world(
             num_epochs=1, num_minibatches=1, learning_rate=1e-3, max_grad_norm=1e9, microbatch_tokens=budget,

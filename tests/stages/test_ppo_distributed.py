@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ppo_world import World, make_targets, model_folders, run_ppo, settings
@@ -12,6 +13,7 @@ from processes_world import in_two_processes
 from stages_world import tiny_policy
 from torch import Tensor
 
+from rlhf.data.collate import Blocks
 from rlhf.data.rows import Prompt
 from rlhf.stages import watchdog
 from rlhf.stages.artifact import Artifact
@@ -37,7 +39,7 @@ VARIANTS: list[dict[str, Any]] = [
     },
     {"layout": "adapters", "lora": {"r": 2, "alpha": 8}, "num_epochs": 2, "microbatch_size": 2},
 ]  # fmt: skip
-BLOCKS = torch.arange(1, 37).view(4, 9)
+BLOCKS = Blocks(np.arange(1, 34), 8, "text")
 """Of raw text; the file that the settings name is only there to be found."""
 STEP: dict[str, Any] = {
     "sgd": True, "num_epochs": 1, "num_minibatches": 1, "learning_rate": 0.01,

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ppo_world import World, flat, make_targets, model_folders, run_ppo, settings
 from torch import Tensor
 
+from rlhf.data.collate import Blocks
 from rlhf.data.errors import SettingsError
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import PolicyModel
@@ -328,17 +330,18 @@ def test_an_entropy_bonus_raises_the_entropy(new_world: NewWorld) -> None:
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_ptx_adds_its_weight_times_the_language_modelling_gradient(new_world: NewWorld, size: int) -> None:
-    blocks = torch.arange(1, 37).view(4, 9)
+    stream = Blocks(np.arange(1, 34), 8, "text")
+    blocks = stream[range(4)]
     fields = {**STEP, "microbatch_size": size}
     rollout = new_world(**fields).rollout()
     plain = one_step(new_world(**fields), rollout, make_targets(rollout))
     text = {"ptx_coef": 0.3, "ptx_data": "unused.jsonl", "ptx_batch_size": 4, "ptx_block_size": 8}
-    world = new_world(**fields, **text, ptx=blocks)
+    world = new_world(**fields, **text, ptx=stream)
     loss = world.policy(input_ids=blocks, labels=blocks).loss
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(world.policy.parameters()))])
     both = one_step(world, rollout, make_targets(rollout))
     torch.testing.assert_close(both, plain - 0.3 * gradient, rtol=1e-3, atol=1e-5)
-    assert (new_world(**fields, **text, ptx=blocks).update(rollout)["ptx_loss"]) == pytest.approx(loss.item(), rel=1e-4)
+    assert (new_world(**fields, **text, ptx=stream).update(rollout)["ptx_loss"]) == pytest.approx(loss.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("fields", [{"ptx_coef": 0.3}, {"ptx_data": "text.jsonl"}])

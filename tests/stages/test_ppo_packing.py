@@ -10,9 +10,10 @@ from layouts_world import LAYOUTS, one_iteration
 from ppo_world import flat, model_folders, settings
 from torch import Tensor
 
-from rlhf.stages.packing import read_pack
+from rlhf.stages.packing import packed_rows, read_pack
 from rlhf.stages.ppo import layout as layout_module
 from rlhf.stages.ppo.layout import Roles, load_roles
+from rlhf.stages.ppo.update import Updater
 from rlhf.stages.runtime import Runtime
 
 NewRun = Callable[..., Runtime]
@@ -69,6 +70,30 @@ def test_an_iteration_without_padding_is_the_one_with_it(
     assert packs
     for padded, without in zip(*found, strict=True):
         torch.testing.assert_close(without, padded, rtol=1e-4, atol=1e-4)
+
+
+def test_the_tokens_of_all_microbatches_are_found_once_and_before_the_first_is_read(
+    new_run: NewRun, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has to be waited for: once for policy, reference and critic, and once for the epochs of an update."""
+    events: list[str] = []
+
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: events.append(name) or function(*given)
+
+    monkeypatch.setattr("rlhf.stages.microbatches.packed_rows", note("found", packed_rows))
+    monkeypatch.setattr("rlhf.stages.models.packed_rows", pytest.fail)
+    monkeypatch.setattr("rlhf.stages.packing.read_pack", note("read", read_pack))
+    run = new_run(packing=True, microbatch_tokens=30, num_epochs=2, num_minibatches=1)
+    roles = load_roles(run, tokenizer)
+    monkeypatch.setattr("rlhf.stages.ppo.update.Updater.__call__", note("update", Updater.__call__))
+    events.clear()
+    one_iteration(run, roles)
+    scoring, update = events[: events.index("update")], events[events.index("update") + 1 :]
+    num = scoring.count("found")
+    assert num > 1
+    assert scoring == ["found"] * num + ["read"] * 4 * num  # three of them, and the reward model
+    assert update == ["found"] * num + ["read"] * 2 * 2 * num
 
 
 def test_every_role_that_reads_ids_is_tried_on_the_device_and_waits_elsewhere(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ppo_world import flat, make_rollout, make_targets, model_folders, settings, tiny_scalar
@@ -16,6 +17,7 @@ from stages_world import run_stage, tiny_policy
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf.data.collate import Blocks
 from rlhf.data.errors import RefusedError
 from rlhf.stages import sharding
 from rlhf.stages.adapters import merged
@@ -50,7 +52,7 @@ VARIANTS: list[dict[str, Any]] = [
      "ptx_batch_size": 4, "ptx_block_size": 8},
     {"layout": "adapters", "lora": {"r": 2, "alpha": 4}},
 ]  # fmt: skip
-BLOCKS = torch.arange(1, 37).view(4, 9)  # of raw text
+BLOCKS = Blocks(np.arange(1, 34), 8, "text")
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pretrain", {"optimizer": "muon"}, "pretrain.optimizer: muon: not with models that are spread"),
     ("ppo", {"offload": True}, "ppo.offload: not with models"),
@@ -67,7 +69,7 @@ class Found:
     stats: list[dict[str, float]] = field(default_factory=list)
     read: list[tuple[Tensor, ...]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    loaded: tuple[dict[str, Any], int, Tensor] = ({}, 0, BLOCKS)
+    loaded: tuple[dict[str, Any], int, Tensor] = ({}, 0, torch.zeros(0))
     """What a model was before it was spread, how many weights a process has of it then, and all of them."""
 
 
@@ -98,7 +100,8 @@ def update(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             with run.whole(model) as together:
                 weights.append(flat(together) if run.is_main else torch.zeros(0))
         found.weights.append(torch.cat(weights))
-        found.averages.append(torch.cat([sharding.full(x).flatten() for x in updater.ema.weights.values()] or [BLOCKS]))
+        averages = [sharding.full(x).flatten() for x in updater.ema.weights.values()]
+        found.averages.append(torch.cat([torch.zeros(0), *averages]))
         run.close()
     return found
 
