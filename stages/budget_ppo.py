@@ -116,7 +116,7 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
                 _score(footprint, settings, models, read_at_once)
             _update(footprint, settings, case, models, size, num, ptx_size)
 
-    moments = traced(configs, run, "layers" if compiled else None)
+    moments = traced(configs, run, "layers" if compiled else None, settings.gradient_checkpointing)
     with torch.device("meta"):
         models = models_of(settings, case, configs)
     learners: list[nn.Module] = [models.policy, *([models.critic] if models.critic else [])]

@@ -21,7 +21,7 @@ from rlhf.stages.budget import (
 )
 from rlhf.stages.budget_parallel import phase_of, sampling, updating
 from rlhf.stages.budget_sampling import decoding, engine_of, sampled
-from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, learn, traced
+from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, Fused, learn, traced
 from rlhf.stages.head_loss import head_loss
 from rlhf.stages.models import PolicyModel, ScalarModel
 from rlhf.stages.packing import TOKENS_AT_ONCE, read
@@ -64,6 +64,7 @@ def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
     share = case.share(f"pretrain.{name}", rows)
     size, num = microbatches_of(settings, share)
     compiled = settings.compile and case.is_gpu
+    whole = compiled and not case.in_parts  # sharded, its layers alone are compiled
     attention = ATTENTION if settings.attend_across_documents else PADDED
 
     def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
@@ -72,13 +73,14 @@ def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
             model.activation_checkpointing_enable()
         with footprint.of(model):
             blocks = ids_of(size, length + 1)
-            learn(footprint, "update", {model: lambda: _next_token_loss(model, blocks, case, compiled)}, num)
+            learn(footprint, "update", {model: lambda: _next_token_loss(model, blocks, case, whole)}, num)
             if settings.optimizer == "muon":
                 muon = make_optimizers(model, settings)[1]
                 footprint.at("update, step")
                 muon.step()
 
-    moments = traced([case.config], run, "whole" if compiled else None)
+    fused: Fused = "whole" if whole else "layers" if compiled else None
+    moments = traced([case.config], run, fused, settings.gradient_checkpointing)
     with torch.device("meta"):
         model = causal(case.config)
         held = Held().add(model)
@@ -133,7 +135,7 @@ def sft(settings: SFTSettings, case: Case) -> list[Phase]:
         with footprint.of(model):
             learn(footprint, "update", {model: loss}, num)
 
-    moments = traced([case.config], run, "all" if compiled else None)
+    moments = traced([case.config], run, "all" if compiled else None, bool(recompute))
     with torch.device("meta"):
         model = build(case.config)
         held, cost = Held().add(model), case.cost(model)

@@ -118,8 +118,11 @@ class Footprint(TorchDispatchMode):
                 self._count(tensor, self._kind(func, args, tensor))
                 if torch.is_grad_enabled() and self._kinds[tensor.untyped_storage()._cdata] == "activations":
                     self._kept.append(tensor)
-            if torch.is_grad_enabled() and self.fused != "whole" and self._kind(func, args, results[0]) != "logits":
-                for key in new:  # the backward pass makes them once more (`compile_layers`)
+            # What compiled layers multiply is made once more in the backward pass (`compile_layers`); heads are not
+            # compiled, neither those that make logits nor those of one number.
+            in_a_layer = self._kind(func, args, results[0]) != "logits" and results[0].shape[-1] > 1
+            if torch.is_grad_enabled() and self.fused != "whole" and in_a_layer:
+                for key in new:
                     self._resize(key, 0)
             if func is not _aten.embedding.default:
                 self._of_products.add(results[0].untyped_storage()._cdata)
@@ -190,15 +193,17 @@ def traced(
     configs: Sequence[PreTrainedConfig],
     run: Callable[[Sequence[PreTrainedConfig], Footprint], None],
     fused: Fused = None,
+    recomputed: bool = False,
 ) -> Moments:
     """The moments of what `run` does with models of these configs, which it makes itself, inside of `footprint.of`.
 
+    Where layers are `recomputed`, compiled ones are counted as if they were not: they take no more.
     Raises UntraceableError where their code wants weights with contents, or an attention of its own.
     """
     depths = sorted({_depth(config) for config in configs})
 
     def of(deeper: int | None) -> Moments:
-        footprint = Footprint(configs[0].get_text_config().vocab_size, fused)
+        footprint = Footprint(configs[0].get_text_config().vocab_size, None if recomputed else fused)
         try:
             run([at_depth(config, 2 if _depth(config) == deeper else 1) for config in configs], footprint)
         except (AttributeError, KeyError, RuntimeError) as error:  # experts, state-space layers, an own attention

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.stages.packing import PackedRows, packed_rows, sent
+from rlhf.stages.packing import PackedRows, episodes_as_pack, sent
 
 PASS_TOKENS = 128
 """What a forward and backward pass is taken to cost on a CPU beside its tokens, in tokens: an estimate, of which only
@@ -50,7 +50,7 @@ class Piece:
     def packed(self, input_ids: Tensor, attention_mask: Tensor, num_response: int) -> "Piece":
         """With its texts, of these [B,T], as a pack for all models that read them."""
         text = self.of_text(input_ids, num_response), self.of_text(attention_mask, num_response)
-        return replace(self, as_pack=packed_rows(*text, self.num_response))
+        return replace(self, as_pack=episodes_as_pack(*text, self.num_response))
 
     def of_response(self, tensor: Tensor) -> Tensor:
         """From [B,R]."""

@@ -26,7 +26,7 @@ from rlhf.data.hub import refuse_unknown
 from rlhf.data.tokens import ensure_chat_template, ensure_pad
 from rlhf.stages import decoder as decoder  # registers our own model with transformers' Auto classes
 from rlhf.stages.disk import swap_folder
-from rlhf.stages.packing import Pack, PackedRows, laid_out, pack_of, packed_rows, read_rows
+from rlhf.stages.packing import PackedRows, episodes_as_pack, laid_out, pack_of, read_rows
 from rlhf.stages.sharding import later
 from rlhf.stages.text_limits import stops_of
 from rlhf.stages.token_logprobs import token_logprobs
@@ -142,12 +142,12 @@ class ScalarModel(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor,
         with_hidden: bool = False,
-        as_pack: tuple[Pack, Tensor] | None = None,
+        as_pack: PackedRows | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Numbers per token [B,T], from ids [B,T] and attention mask [B,T] (True where a token is).
 
-        With `with_hidden` also the states [B,T,d] that they were read from. `as_pack` are the same texts as
-        `packing.pack_of` makes them, where that has been done.
+        With `with_hidden` also the states [B,T,d] that they were read from. `as_pack` are the same texts, where that
+        has been made already.
         """
         if self.packed and as_pack is None:
             as_pack = pack_of(input_ids, attention_mask)
@@ -248,25 +248,25 @@ class PolicyModel(nn.Module):
         num_response: int,
         temperature: float,
         with_entropy: bool = False,
-        rows: PackedRows | None = None,
+        as_pack: PackedRows | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """(log-probabilities, entropies if asked for, values if there is a value head), each [B,R].
 
         Of the last R = `num_response` tokens, from ids [B,T] and attention mask [B,T] (True where a token is);
         log-probabilities and entropies at `temperature`; what they are at padding means nothing. The state at
         position t judges the token at t + 1, hence the shift by one: the last token's own state is not needed.
-        `rows` are the same texts as `packed_rows` makes them, where that has been done.
+        `as_pack` are the same texts (`episodes_as_pack`), where that has been made already.
         """
-        if self.packed and rows is None:
-            rows = packed_rows(input_ids, attention_mask, num_response)
-        as_pack = None if rows is None else (rows.pack, rows.places)
+        if self.packed and as_pack is None:
+            as_pack = episodes_as_pack(input_ids, attention_mask, num_response)
         hidden, in_rows = read_rows(self.model, input_ids[:, :-1], attention_mask[:, :-1], as_pack)
         hidden = in_rows(hidden)[:, -num_response:]  # [B,R,d]
         values = None if self.value_head is None else scalars(self.value_head, hidden)
         tokens, flat = input_ids[:, -num_response:], hidden.flatten(0, 1)
-        if rows is None:
+        if as_pack is None:
             return *self.read(flat, tokens, temperature, with_entropy), values
-        judged = rows.judged  # padding has no logits either
+        judged = as_pack.judged  # padding has no logits either
+        assert judged is not None
         logprobs, entropies = self.read(flat[judged], tokens.flatten()[judged], temperature, with_entropy)
         logprobs = laid_out(logprobs, judged, tokens.shape)
         return logprobs, None if entropies is None else laid_out(entropies, judged, tokens.shape), values
@@ -303,9 +303,14 @@ class PolicyModel(nn.Module):
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer of a decoder by itself, for any shapes: what is compiled for one layer serves all.
 
-    For the backward pass a layer keeps what its products make, and makes all else once more: a third less memory.
+    For the backward pass a layer keeps what its products make, and makes once more what stands between them: that takes
+    a third less memory than what the compiler would keep by itself, and little time.
     """
-    torch._functorch.config.activation_memory_budget = 0.95  # any number below 1 that this alone comes to
+    from torch._functorch import config as partitioner
+
+    partitioner.ban_recompute_used_far_apart = False
+    partitioner.ban_recompute_long_fusible_chains = False
+    partitioner.ban_recompute_materialized_backward = False
     torch._dynamo.config.recompile_limit = 64  # the code of a layer is compiled for every role, type and mode
     torch._dynamo.config.specialize_float = True  # else an epsilon is a tensor on the CPU, made anew in every call
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -6,7 +6,7 @@ fp16 alone. On a CPU the texts have their turns, and all but attention reads the
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,11 +43,14 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Padded rows of prompts and responses as a pack, but for their last column, which nobody has to read."""
+    """Padded rows as a pack; made once for all models that read them.
+
+    To find their tokens, the CPU waits until a GPU has done all before.
+    """
 
     pack: Pack
-    places: Tensor  # [N] of the pack's tokens in the rows [B,T-1], counted through all rows
-    judged: Tensor  # [M] of the response's tokens in the last columns [B,R], counted in the same way
+    places: Tensor  # [N] of the pack's tokens in the rows [B,T], counted through all rows
+    judged: Tensor | None = None  # [M] of the responses' tokens in their columns [B,R], counted in the same way
 
 
 def sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
@@ -57,9 +60,8 @@ def sent(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(device) for tensor in tensors]
 
 
-def pack_of(ids: Tensor, mask: Tensor) -> tuple[Pack, Tensor]:
-    """The texts of padded rows [B,T], True in `mask` [B,T], as a pack, and the places [N] of their tokens in the rows,
-    counted through all rows. What fills the pack on a GPU is one text more.
+def pack_of(ids: Tensor, mask: Tensor) -> PackedRows:
+    """The texts of padded rows [B,T], True in `mask` [B,T]. What fills the pack on a GPU is one text more.
 
     This is for rows that lie on the device. `data.collate.pack` makes the same of lists on the CPU: to pad texts of
     unlike lengths first may take many times their memory.
@@ -71,16 +73,15 @@ def pack_of(ids: Tensor, mask: Tensor) -> tuple[Pack, Tensor]:
         borders = pad(borders, (0, 1), value=len(places) + fill)
     positions = (mask.cumsum(-1) - 1).flatten()[places]
     texts, positions = (pad(x, (0, fill))[None] for x in (ids.flatten()[places], positions))
-    return Pack(texts, positions, borders.int(), -(-ids.shape[1] // MULTIPLE) * MULTIPLE), places
+    pack = Pack(texts, positions, borders.int(), -(-ids.shape[1] // MULTIPLE) * MULTIPLE)
+    return PackedRows(pack, places)
 
 
-def packed_rows(input_ids: Tensor, attention_mask: Tensor, num_response: int) -> PackedRows:
-    """Rows [B,T] whose last `num_response` columns are responses, for all models that read them.
-
-    To find their tokens, the CPU waits until a GPU has done all before: make it when the GPU has nothing to do.
-    """
+def episodes_as_pack(input_ids: Tensor, attention_mask: Tensor, num_response: int) -> PackedRows:
+    """Prompts and responses [B,T], the latter in the last `num_response` columns, without the last column of all, which
+    nobody has to read."""
     judged = attention_mask[:, -num_response:].flatten().nonzero()[:, 0]
-    return PackedRows(*pack_of(input_ids[:, :-1], attention_mask[:, :-1]), judged)
+    return replace(pack_of(input_ids[:, :-1], attention_mask[:, :-1]), judged=judged)
 
 
 def laid_out(numbers: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
@@ -117,19 +118,18 @@ def read_pack(model: PreTrainedModel, pack: Pack) -> Tensor:
 
 
 def read_rows(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, as_pack: tuple[Pack, Tensor] | None = None
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, as_pack: PackedRows | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Last hidden states of a decoder, from ids [B,T] and attention mask [B,T] (True where a token is): as they were
     read, and what lays out as [B,T,…] numbers that are made of each of them.
 
     Each text is read from the first column on, so that no mask is needed beside the causal one and every kernel of
-    attention will do; what stands behind a text changes nothing in it. As a pack (of `pack_of`), they are in one row
-    without padding. What is laid out at padding means nothing.
+    attention will do; what stands behind a text changes nothing in it. As a pack, they are in one row without
+    padding. What is laid out at padding means nothing.
     """
     if as_pack is not None:
-        pack, tokens = as_pack
-        hidden = read_pack(model, pack)[0, : len(tokens)]  # [N,d]
-        return hidden, lambda numbers: laid_out(numbers, tokens, attention_mask.shape)
+        hidden = read_pack(model, as_pack.pack)[0, : len(as_pack.places)]  # [N,d]
+        return hidden, lambda numbers: laid_out(numbers, as_pack.places, attention_mask.shape)
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
     start = attention_mask.int().argmax(-1, keepdim=True)  # [B,1]
     back = (places - start) % len(places)  # [B,T]

@@ -107,6 +107,13 @@ class Processes:
         """The microbatches of a step, one after the other; gradients are reduced over processes in the backward pass of
         the last, those of sharded models in that of each."""
         sharding.settle()
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                # After its first step it deals its gradients out to the buckets anew, which processes do together. Left
+                # to it, it does so in its next forward pass: with unlike numbers of microbatches, while another process
+                # is at the gradients of the other model, and both wait for ever.
+                with collective("buckets"):
+                    model.reducer._rebuild_buckets()
         microbatches = sharding.evenly(microbatches, *models)
         for number, microbatch in enumerate(microbatches, start=1):
             with ExitStack() as stack:

@@ -57,21 +57,22 @@ class _TokenLogprobs(torch.autograd.Function):
         size: int,
         compile: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, bias, tokens)
         ctx.law, ctx.with_entropy, ctx.size, ctx.compile = law, with_entropy, size, compile
         ctx.kept = ctx.gradients = None
         read = _compiled(_read) if compile else _read
         read_with_slopes = _compiled(_read_with_slopes) if compile else _read_with_slopes
-        head = weight.to(hidden.dtype) if hidden.is_cuda else weight  # once for all pieces
+        head = weight.to(hidden.dtype)  # once for all pieces
         of_hidden, *of_head = ctx.needs_input_grad[:3]
         # Through a frozen head, one number per token times what is known already: made while the logits are here.
         at_once = of_hidden and not any(of_head) and not with_entropy
+        if not at_once:
+            ctx.save_for_backward(hidden, weight, bias, tokens)
         found, gradients = [], []
         for states, labels in zip(hidden.split(size), tokens.split(size), strict=True):
-            logits = products(states, head)
+            logits = products(states, head if hidden.is_cuda else weight)
             if at_once:
                 logprobs, entropies, slopes = read_with_slopes(logits, bias, labels, law, hidden.dtype)
-                gradients.append(slopes @ head.to(hidden.dtype))
+                gradients.append(slopes @ head)
             else:
                 logprobs, entropies = read(logits, bias, labels, law, with_entropy)
                 if len(tokens) <= size and any(ctx.needs_input_grad):
@@ -84,9 +85,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens = ctx.saved_tensors
         if ctx.gradients is not None:
-            return (ctx.gradients * of_logprobs[:, None]).to(hidden.dtype), *[None] * 7
+            return (ctx.gradients * of_logprobs[:, None]).to(ctx.gradients.dtype), *[None] * 7
+        hidden, weight, bias, tokens = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None  # the layers below need the room
         slopes_of = _compiled(_slopes) if ctx.compile else _slopes
         head = weight.to(hidden.dtype)

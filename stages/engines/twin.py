@@ -22,7 +22,8 @@ from rlhf.stages.models import compile_layers, logit_rule
 from rlhf.stages.token_logprobs import products
 
 _RANKS = 64
-"""Of which the ranks beside a matrix are a multiple: on a GPU, products of other widths take longer than two."""
+"""The rows of all A together are filled up to a multiple of it: on a GPU, a matrix with some other number of rows below
+the weights takes longer than two products."""
 
 
 class Twin:
@@ -102,8 +103,10 @@ class Twin:
 
 
 class _Product(nn.Module):
-    """One product in the place of several linear layers that read the same input. Where they have adapters a thin one
-    follows: the base's weights lie in one matrix with all that makes few numbers of the input."""
+    """One product in the place of several linear layers that read the same input.
+
+    Where they have adapters, their A stand below the weights in one matrix, and a thin product with their B follows.
+    """
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()

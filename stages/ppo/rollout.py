@@ -186,17 +186,17 @@ def read_part(
     attention_mask: Tensor,
     num_response: int,
     settings: PPOSettings,
-    rows: PackedRows | None = None,
+    as_pack: PackedRows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logprobs, ref_logprobs, entropy, values) [B,R] of one microbatch; zeros for who is not asked here."""
     text = input_ids, attention_mask, num_response
-    logprobs, entropy, values = policy(*text, settings.temperature, with_entropy=True, rows=rows)
+    logprobs, entropy, values = policy(*text, settings.temperature, with_entropy=True, as_pack=as_pack)
     assert entropy is not None
     ref_logprobs = torch.zeros_like(logprobs)
     if reference is not None:
-        ref_logprobs, _, _ = reference(*text, settings.temperature, rows=rows)
+        ref_logprobs, _, _ = reference(*text, settings.temperature, as_pack=as_pack)
     if critic is not None:
-        values = response_values(critic, *text, rows)
+        values = response_values(critic, *text, as_pack)
     return logprobs, ref_logprobs, entropy, torch.zeros_like(logprobs) if values is None else values
 
 
@@ -224,10 +224,9 @@ def response_values(
     input_ids: Tensor,
     attention_mask: Tensor,
     num_response: int,
-    rows: PackedRows | None = None,
+    as_pack: PackedRows | None = None,
 ) -> Tensor:
     """Values [B,R]: the one at t judges the state before response token t, so that the last token's is not needed."""
-    as_pack = None if rows is None else (rows.pack, rows.places)
     values: Tensor = critic(input_ids[:, :-1], attention_mask[:, :-1], as_pack=as_pack)
     return values[:, -num_response:]
 

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Updater:
         lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
         limit = settings.microbatch_tokens
 
-        @cache  # a single minibatch is the same in all epochs
+        @lru_cache(maxsize=1)  # a single minibatch is the same in all epochs
         def cut(rows: tuple[int, ...], max_rows: int | None) -> list[Piece]:
             found = pieces(*lengths, max_rows, rows, max_tokens=limit, device=run.device.type, packed=self.packed)
             text = rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1]
@@ -122,10 +122,9 @@ class Updater:
         run, settings = self.run, self.run.settings
         microbatches = cut(tuple(minibatch), run.microbatch_size)
         # Tokens of the whole optimiser step over all processes: each weighs the same wherever it lies.
-        num_tokens, num_values = (
-            run.sum(torch.stack([piece.of_response(mask).sum() for piece in microbatches]).sum())
-            for mask in (rollout.mask, targets.value_mask)
-        )
+        rows = torch.cat([piece.on(run.device) for piece in microbatches])
+        num_tokens = run.sum(rollout.mask[rows].sum())
+        num_values = run.sum(targets.value_mask[rows].sum())
         stats: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
         ratios = Ratios(run.device)
         for piece in run.accumulate(microbatches, *models):
@@ -147,10 +146,10 @@ class Updater:
         return stats, ratios, False
 
     def _critic_backward(
-        self, part: Rollout, learned: Targets, rows: PackedRows | None, num_values: Tensor
+        self, part: Rollout, learned: Targets, as_pack: PackedRows | None, num_values: Tensor
     ) -> dict[str, Tensor]:
         assert self.critic is not None
-        values = response_values(self.critic, part.input_ids, part.attention_mask, part.mask.shape[1], rows)
+        values = response_values(self.critic, part.input_ids, part.attention_mask, part.mask.shape[1], as_pack)
         loss, stats = self._value_loss(values, part, learned, num_values)
         self.run.backward(loss)
         return stats
@@ -165,7 +164,7 @@ class Updater:
         self,
         part: Rollout,
         learned: Targets,
-        rows: PackedRows | None,
+        as_pack: PackedRows | None,
         num_tokens: Tensor,
         num_values: Tensor,
         num_rows: int,
@@ -175,8 +174,9 @@ class Updater:
         settings = self.run.settings
         bonus = settings.entropy_coef > 0
         logprobs, entropy, values = self.policy(
-            part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature, with_entropy=bonus, rows=rows
-        )
+            part.input_ids, part.attention_mask, part.mask.shape[1], settings.temperature, with_entropy=bonus,
+            as_pack=as_pack,
+        )  # fmt: skip
         denominator = loss_denominator(
             part.mask, settings.aggregation, num_tokens, num_rows * self.run.num_processes, settings.max_new_tokens
         )

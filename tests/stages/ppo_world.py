@@ -16,6 +16,7 @@ from rlhf.stages import adapters
 from rlhf.stages.engines.choice import make_engine
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head, save_folder
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.layout import reads_without_padding
 from rlhf.stages.ppo.reward_models import ModelReward
 from rlhf.stages.ppo.rewards import Rewards
 from rlhf.stages.ppo.rollout import Rollout, collect, response_values
@@ -146,6 +147,8 @@ class World:
             reader, self.critic = PolicyModel(self.policy), ScalarModel(adapters.classifier_on(self.reference)).eval()
             adapters.add_lora(self.critic.classifier, run.settings.lora)
         self.learners: list[Any] = [reader] if reader.value_head is not None else [reader, self.critic]
+        if run.settings.packing:
+            assert all(reads_without_padding(run, learner) for learner in self.learners)
         rates = (run.settings.learning_rate, run.settings.critic_learning_rate)
         self.optimizers = [
             torch.optim.SGD(model.parameters(), lr=rate)

@@ -15,6 +15,7 @@ from rlhf.stages.adapters import add_lora
 from rlhf.stages.footprint import ATTENTION, Footprint, at_depth, learn, traced
 from rlhf.stages.head_loss import head_loss
 from rlhf.stages.models import PolicyModel, ScalarModel, compile_layers
+from rlhf.stages.packing import read
 from rlhf.stages.settings import LoraSettings
 
 
@@ -123,7 +124,9 @@ def test_models_of_two_depths_are_traced_apart() -> None:
 
 
 def test_recomputed_layers_keep_less() -> None:
-    assert most(traced([shape()], update_of(1, recompute=True))) < 0.6 * most(traced([shape()], update_of(1)))
+    recomputed = traced([shape()], update_of(1, recompute=True))
+    assert most(recomputed) < 0.6 * most(traced([shape()], update_of(1)))
+    assert traced([shape()], update_of(1, recompute=True), "layers", recomputed=True) == recomputed
 
 
 def test_a_shallower_model_is_the_same_otherwise() -> None:
@@ -152,6 +155,18 @@ def test_compiled_steps_keep_what_products_read_and_make() -> None:
     assert fused < 0.8 * plain
 
 
+def test_what_the_head_of_a_reward_model_reads_is_kept_for_it_is_not_compiled() -> None:
+    with torch.device("meta"):
+        head = nn.Linear(256, 1, bias=False)
+    footprint = Footprint(0, "layers")
+    with footprint.of(head):
+        footprint.at("it")
+        made = head(torch.zeros(4, 256))  # 4096 bytes, and a block
+        footprint.at("after")
+    assert footprint.moments["after"] == {"activations": 4096 + 512}
+    del made
+
+
 def test_of_a_compiled_layer_and_its_adapter_the_sum_alone_is_kept() -> None:
     layers = linear(), linear()
     footprint = Footprint(0, "layers")
@@ -171,8 +186,14 @@ def test_of_a_compiled_layer_and_its_adapter_the_sum_alone_is_kept() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_compiled_layer_keeps_what_the_trace_says(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its products and what attention needs: for that `compile_layers` lets it make the rest once more."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiled_layer_keeps_what_the_trace_says(
+    lora: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its products and what attention needs: for that `compile_layers` lets it make the rest once more. Of few tokens,
+    whose activations are small beside the copies of the weights."""
+    rows, length = 5, 8
+    precision = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
 
     def build(config: Any) -> LlamaForCausalLM:
         model = LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION).train()
@@ -184,8 +205,13 @@ def test_a_compiled_layer_keeps_what_the_trace_says(lora: bool, monkeypatch: pyt
         with torch.device("meta"):
             model = build(configs[0])
         with footprint.of(model):
-            ids = torch.zeros(4, 64, dtype=torch.long)
-            learn(footprint, "update", {model: lambda: model.base_model(input_ids=ids).last_hidden_state.sum()}, 1)
+            ids = torch.zeros(rows, length, dtype=torch.long)
+
+            def loss() -> Tensor:
+                with precision():
+                    return read(model, ids).float().sum()
+
+            learn(footprint, "update", {model: loss}, 1)
 
     two, three = (traced([shape(depth)], run, "layers")["update"]["activations"] for depth in (2, 3))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
@@ -193,16 +219,18 @@ def test_a_compiled_layer_keeps_what_the_trace_says(lora: bool, monkeypatch: pyt
     model.set_attn_implementation("sdpa")
     compile_layers(model)
     sizes: dict[int, int] = {}
-    x = torch.randn(4, 64, model.config.hidden_size, requires_grad=True)
-    position_embeddings = model.model.rotary_emb(x, torch.arange(64)[None])
+    dtype = torch.bfloat16 if autocast else torch.float32
+    x = torch.randn(rows, length, model.config.hidden_size, dtype=dtype, requires_grad=True)
+    position_embeddings = model.model.rotary_emb(x, torch.arange(length)[None])
     not_its_own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *position_embeddings)}
 
     def keep(tensor: Tensor) -> Tensor:
-        if (place := tensor.untyped_storage().data_ptr()) not in not_its_own:
-            sizes[place] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in not_its_own and tensor.numel() % (rows * length) == 0:  # no copy of a weight
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with precision(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         kept = model.model.layers[1](x, attention_mask=None, position_embeddings=position_embeddings)
     assert three - two == pytest.approx(sum(sizes.values()), rel=0.05)
     del kept

@@ -129,7 +129,8 @@ def test_a_model_that_sees_beyond_its_text_is_found_out(monkeypatch: pytest.Monk
 def test_padded_rows_as_a_pack_and_back_by_hand() -> None:
     ids = torch.tensor([[0, 0, 5, 6], [0, 7, 8, 0], [0, 0, 0, 0], [9, 0, 0, 0]])
     mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0]]).bool()
-    found, places = pack_of(ids, mask)
+    packed = pack_of(ids, mask)
+    found, places = packed.pack, packed.places
     assert found.ids.tolist() == [[5, 6, 7, 8, 9]]
     assert found.positions.tolist() == [[0, 1, 0, 1, 0]]
     assert found.borders.tolist() == [0, 2, 4, 4, 5]  # the third row is empty

@@ -38,6 +38,7 @@ VARIANTS: list[dict[str, Any]] = [
         "ptx_data": "held_out.jsonl", "ptx_batch_size": 4, "ptx_block_size": 8,
     },
     {"layout": "adapters", "lora": {"r": 2, "alpha": 8}, "num_epochs": 2, "microbatch_size": 2},
+    {"num_epochs": 3, "microbatch_tokens": 22, "packing": True},  # one process has 29 tokens, the other 20
 ]  # fmt: skip
 BLOCKS = Blocks(np.arange(1, 34), 8, "text")
 """Of raw text; the file that the settings name is only there to be found."""

@@ -10,7 +10,7 @@ from layouts_world import LAYOUTS, one_iteration
 from ppo_world import flat, model_folders, settings
 from torch import Tensor
 
-from rlhf.stages.packing import packed_rows, read_pack
+from rlhf.stages.packing import episodes_as_pack, pack_of, read_pack
 from rlhf.stages.ppo import layout as layout_module
 from rlhf.stages.ppo.layout import Roles, load_roles
 from rlhf.stages.ppo.update import Updater
@@ -75,14 +75,16 @@ def test_an_iteration_without_padding_is_the_one_with_it(
 def test_the_tokens_of_all_microbatches_are_found_once_and_before_the_first_is_read(
     new_run: NewRun, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU has to be waited for: once for policy, reference and critic, and once for the epochs of an update."""
+    """A GPU has to be waited for: once for policy, reference and critic, once for the epochs of an update, and by the
+    reward model, which reads the last token too."""
     events: list[str] = []
 
     def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: events.append(name) or function(*given)
 
-    monkeypatch.setattr("rlhf.stages.microbatches.packed_rows", note("found", packed_rows))
-    monkeypatch.setattr("rlhf.stages.models.packed_rows", pytest.fail)
+    monkeypatch.setattr("rlhf.stages.microbatches.episodes_as_pack", note("found", episodes_as_pack))
+    monkeypatch.setattr("rlhf.stages.models.episodes_as_pack", pytest.fail)
+    monkeypatch.setattr("rlhf.stages.models.pack_of", note("found late", pack_of))
     monkeypatch.setattr("rlhf.stages.packing.read_pack", note("read", read_pack))
     run = new_run(packing=True, microbatch_tokens=30, num_epochs=2, num_minibatches=1)
     roles = load_roles(run, tokenizer)
@@ -92,7 +94,7 @@ def test_the_tokens_of_all_microbatches_are_found_once_and_before_the_first_is_r
     scoring, update = events[: events.index("update")], events[events.index("update") + 1 :]
     num = scoring.count("found")
     assert num > 1
-    assert scoring == ["found"] * num + ["read"] * 4 * num  # three of them, and the reward model
+    assert scoring == ["found"] * num + ["read"] * 3 * num + ["found late", "read"] * num
     assert update == ["found"] * num + ["read"] * 2 * 2 * num
 
 

@@ -285,6 +285,7 @@ def assert_nothing_kept(engine: StaticEngine, model: nn.Module) -> None:
     for product in products:
         assert product.weight is None
         assert product.bias is None
+        assert product.up is None
         assert not product.parts
     own = {id(parameter) for parameter in model.parameters()}
     assert all(id(parameter) in own for parameter in engine.twin.model.parameters())
