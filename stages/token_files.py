@@ -85,7 +85,12 @@ def _write_part(part: Path, documents: Iterator[tuple[bool, str]], tokenizer: Pr
 
 
 def join_parts(folder: Path, documents: Documents, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make one file of all parts, in the order of the text, and last meta.json with what is in it."""
+    """Make one file of all parts, in the order of the text, and last meta.json with what is in it.
+
+    One process at a time: what a killed one was writing is removed.
+    """
+    for left in folder.glob(".*.writing"):
+        left.unlink()
     counts = [dict.fromkeys(_COUNTS, 0) for _ in documents.found]
     parts = [(number, part) for number, found in enumerate(documents.found) for part in _parts(folder, number, found)]
     for number, part in parts:

@@ -30,6 +30,7 @@ IMPORTED = [
     "accelerate.commands.config",
     "torch.distributed.run",
     "launching",
+    "warmed",
 ]
 
 
@@ -142,26 +143,28 @@ class Begun:
         return Command(self.process.exitcode, said, told)
 
 
-def rlhf(*words: str, cwd: Path, typed: str = "", seconds: float = 300) -> Command:
+def rlhf(*words: str, cwd: Path, typed: str = "", seconds: float = 300, charts: bool = True) -> Command:
     """`rlhf WORDS` in a process of its own, and the processes of its stages, to the end."""
-    return begin(*words, cwd=cwd, typed=typed).end(seconds)
+    return begin(*words, cwd=cwd, typed=typed, charts=charts).end(seconds)
 
 
-def begin(*words: str, cwd: Path, typed: str = "") -> Begun:
-    """The same, while this process goes on."""
+def begin(*words: str, cwd: Path, typed: str = "", charts: bool = True) -> Begun:
+    """The same, while this process goes on. Without `charts` its report has none: they take longer than its stages."""
     folder = Path(tempfile.mkdtemp())
     streams = [folder / name for name in ("stdin", "stdout", "stderr")]
     streams[0].write_text(typed)
-    return Begun(fork(_rlhf, words, cwd, streams), folder)
+    return Begun(fork(_rlhf, words, cwd, streams, charts), folder)
 
 
-def _rlhf(words: tuple[str, ...], cwd: Path, streams: list[Path]) -> NoReturn:
+def _rlhf(words: tuple[str, ...], cwd: Path, streams: list[Path], charts: bool) -> NoReturn:
     os.chdir(cwd)
     for number, path in enumerate(streams):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     sys.stdin = os.fdopen(0)
     from launching import start_by_forking
 
+    if not charts:
+        sys.modules["rlhf.pipeline.report.charts"].draw_lines = lambda *_: ""  # type: ignore[attr-defined]
     os.execv = _be  # type: ignore[assignment]
     start_by_forking()
     become(words)

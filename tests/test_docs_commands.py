@@ -52,8 +52,8 @@ PARSED_ALONE = {
 """Commands whose words are parsed, and whose recipe is read, but which are not run: why."""
 
 
-def rlhf(*words: str, cwd: Path, typed: str = "") -> forking.Command:
-    done = forking.rlhf(*words, cwd=cwd, typed=typed)
+def rlhf(*words: str, cwd: Path, typed: str = "", charts: bool = False) -> forking.Command:
+    done = forking.rlhf(*words, cwd=cwd, typed=typed, charts=charts)
     assert done.returncode == 0, f"rlhf {' '.join(words)}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     return done
@@ -90,9 +90,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [mine] = [block.text for block in blocks("yaml") if block.page == "README.md"]
     lengths = "\n  max_length: 64\n  global_batch_size: 4"
     mine = mine.replace("sft:", f"sft:{lengths}").replace("reward:", f"reward:{lengths}\n  model: base")
-    mine = mine.replace(
-        "ppo:", "ppo:\n  num_iterations: 1\n  rollout_batch_size: 4\n  max_prompt_length: 64\n  max_new_tokens: 8"
-    )
+    small = "num_iterations: 1", "rollout_batch_size: 4", "num_epochs: 1", "max_prompt_length: 64", "max_new_tokens: 8"
+    mine = mine.replace("ppo:", "\n  ".join(["ppo:", *small]))
     (home / "mine.yaml").write_text(stood_in(mine))
     [ppo] = [block.text for block in blocks("yaml") if block.page == "docs/from_trl.md"]
     (home / "ppo.yaml").write_text(stood_in(ppo))
@@ -151,7 +150,7 @@ def test_every_command_of_a_page_runs(home: Path, page: Path, monkeypatch: pytes
         make_room(home, words)
         small = more(words)
         before = set(home.glob("runs/mine/ppo-*"))
-        said = rlhf(*words, *small, cwd=home, typed=f"{typed}\n").stderr
+        said = rlhf(*words, *small, cwd=home, typed=f"{typed}\n", charts=words[0] == "report").stderr
         if page is README:  # a question that is piped in is shown, and how far it is after two seconds
             assert re.sub(r".*, \d+\.\d s so far\n", "", said) in ("", f"> {typed}\n")
         for processes in (LAUNCHED[word] for word in words if word in LAUNCHED):  # and not reused

@@ -23,8 +23,8 @@ SMALL = [
 ]
 
 
-def rlhf(*words: str, cwd: Path, code: int = 0, typed: str = "") -> forking.Command:
-    done = forking.rlhf(*words, cwd=cwd, typed=typed)
+def rlhf(*words: str, cwd: Path, code: int = 0, charts: bool = False) -> forking.Command:
+    done = forking.rlhf(*words, cwd=cwd, charts=charts)
     assert done.returncode == code, f"rlhf {' '.join(words)}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     return done
@@ -39,7 +39,7 @@ def summary(run: Path) -> dict[str, Any]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory in which `rlhf run demo` ran once, small."""
     home = tmp_path_factory.mktemp("home")
-    rlhf("run", "demo", *SMALL, cwd=home)
+    rlhf("run", "demo", *SMALL, cwd=home, charts=True)
     return home
 
 

@@ -30,7 +30,10 @@ import json, sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
 import forking, rlhf
-done = [forking.rlhf(*words, cwd=Path(), typed=typed) for words, typed in json.loads(sys.argv[2])]
+done = [
+    forking.rlhf(*words, cwd=Path(), typed=typed, charts=words[0] == "report")
+    for words, typed in json.loads(sys.argv[2])
+]
 print(json.dumps([list(rlhf.__path__), *map(vars, done)]))
 """
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -139,6 +140,7 @@ def page(run: Run, price_per_hour: float | None = None) -> str:
     )
 
 
+@cache  # compiling its templates takes longer than filling them
 def environment() -> Environment:
     """Templates of the package, in which everything is escaped."""
     found = Environment(

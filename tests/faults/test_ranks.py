@@ -14,7 +14,8 @@ from forking import begin
 from launching import ranks
 
 # Text that is read by a stage; in the process whose rank is in the file `hangs`, the fifth step waits for something
-# that does not come. From that step on, nothing moves: now a hundredth of `stop_hung_after` is enough.
+# that does not come. From that step on, nothing moves: now half a hundredth of `stop_hung_after` is enough, in which
+# processes that live write six times where they are.
 HANGS = """
 import os, time
 from pathlib import Path
@@ -24,13 +25,15 @@ def documents():
 if Path("hangs").exists():
     from rlhf.stages import watchdog
     from rlhf.stages.pretrain import train
+    watchdog.SECONDS_BETWEEN_WORDS = 0.5
     optimise, calls = train.optimise, []
     def hang():
         time.sleep(600)
     def step(*arguments):
         calls.append(1)
         if len(calls) == 5:
-            watchdog._current.limit /= 100
+            assert watchdog._current.interval == 0.5
+            watchdog._current.limit /= 200
             if os.environ.get("RANK") == Path("hangs").read_text():
                 hang()
         return optimise(*arguments)
@@ -69,7 +72,7 @@ def test_a30_two_runs_at_once_do_not_meet_and_one_whose_process_is_killed_ends_i
         with suppress(OSError):  # taken already is as good
             taken.bind(("", 29500))
             taken.listen()
-        one, killed = (begin(*WORDS, cwd=home) for home in homes)
+        one, killed = (begin(*WORDS, cwd=home, charts=False) for home in homes)
         while not any(path.read_text().count("\n") >= 3 for path in homes[1].glob("run/pretrain-*/metrics.jsonl")):
             assert killed.process.exitcode is None
             time.sleep(0.01)
@@ -82,7 +85,7 @@ def test_a30_two_runs_at_once_do_not_meet_and_one_whose_process_is_killed_ends_i
         assert "It was rank 0 (pid " in last
         assert "it goes on from step" in last
         (homes[1] / "hangs").unlink()
-        again = begin(*WORDS, cwd=homes[1])
+        again = begin(*WORDS, cwd=homes[1], charts=False)
         for run, words in ((one, ""), (again, "resuming from step")):
             ended = run.end(300)
             assert ended.returncode == 0, ended
@@ -96,13 +99,13 @@ def test_a30_two_runs_at_once_do_not_meet_and_one_whose_process_is_killed_ends_i
 
 def test_a_process_that_hangs_ends_all_and_is_named_with_what_it_was_doing(tmp_path: Path) -> None:
     prepare(tmp_path, hangs="1")
-    ended = begin(*WORDS, "stop_hung_after=600", cwd=tmp_path).end(240)
+    ended = begin(*WORDS, "stop_hung_after=600", cwd=tmp_path, charts=False).end(240)
     assert ended.returncode == 1, ended
     assert ranks(tmp_path) == {}
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("error: pretrain: it stands still: rank 1 (pid ")
     assert "after step 4" in last
-    assert "raise stop_hung_after, which is 6 seconds" in last
+    assert "raise stop_hung_after, which is 3 seconds" in last
     assert "it goes on from step 4" in last
     [log] = (tmp_path / "run").glob("pretrain-*/error.log")
     assert "in hang" in log.read_text()  # where it hangs

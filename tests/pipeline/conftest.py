@@ -7,10 +7,13 @@ from types import ModuleType
 
 import huggingface_hub
 import pytest
+from once import make_once
 from pipeline_world import ROWS, FakeStages, write_recipe, write_rows
 
 from rlhf.pipeline import cli, evaluation, launch, report
 from rlhf.stages.artifact import STAGES
+
+make_once()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from time import sleep
 from typing import Any
 
 import pytest
-from forking import begin, fork, free_port
+from forking import become, fork, free_port
 from launching import start_by_forking
 
 from rlhf.pipeline import cli, follow, launch
@@ -50,14 +50,14 @@ def test_each_machine_starts_its_part_of_a_stage(recipe: Recipe) -> None:
     Path("fake_stage.py").write_text(textwrap.dedent(STAGE))
     run_dir = Path("run").absolute()
     (run_dir / "sft-1").mkdir(parents=True)
-    first = fork(first_machine, Path.cwd())
-    other = begin("follow", str(run_dir), "1", cwd=Path.cwd())
-    first.join(120)
-    ended = other.end(120)
-    assert (first.exitcode, ended.returncode) == (0, 0), ended
+    machines = [fork(machine, Path.cwd()) for machine in (first_machine, other_machine)]
+    for each in machines:
+        each.join(120)
+    said = Path("said").read_text()
+    assert [each.exitcode for each in machines] == [0, 0], said
     assert [(run_dir / "sft-1" / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 0 2", "2 1 2"]
     assert not (run_dir / "sft-1" / launch.ORDER).exists()
-    assert "machine 1: fake_stage run/sft-1" in ended.stdout
+    assert "machine 1: fake_stage run/sft-1" in said
 
 
 def first_machine(world: Path) -> None:
@@ -72,6 +72,17 @@ def first_machine(world: Path) -> None:
     with held(run_dir, 0) as fd:
         launch.run_stage("sft", run_dir / "sft-1", recipe, fd)
         write_summary(run_dir, {"sft": Entry("done")})
+
+
+def other_machine(world: Path) -> None:
+    """`rlhf follow`, which looks more often than over a network."""
+    os.chdir(world)
+    said = os.open("said", os.O_CREAT | os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(said, number)
+    start_by_forking()
+    follow.SECONDS_BETWEEN_LOOKS = 0.2
+    become(("follow", str(Path("run").absolute()), "1"))
 
 
 class Launches:
@@ -92,7 +103,8 @@ class Launches:
 @pytest.fixture
 def launches(world: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
     Path("run").mkdir()
-    monkeypatch.setattr(follow, "SECONDS_BETWEEN_LOOKS", 0.2)
+    monkeypatch.setattr(follow, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(follow, "sleep", lambda _: sleep(0.01))
     return Launches(monkeypatch)
 
 

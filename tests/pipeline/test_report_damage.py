@@ -77,6 +77,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf.pipeline.report.charts.draw_lines", lambda *_: "")
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf.pipeline.report.drawing._draw", lambda *_: "")
+
+
 def other_numbers(content: Any, value: Any) -> Any:
     """The same with `value` in the place of each number."""
     if isinstance(content, dict | list):
@@ -132,7 +137,7 @@ def test_whatever_happened_to_a_file_the_run_is_read_and_one_sentence_says_what(
 
 @pytest.mark.parametrize("file", TITLES)
 def test_a_damaged_file_is_told_of_in_its_part_of_the_page_and_all_else_is_drawn(
-    run_dir: Path, rlhf: Rlhf, file: str, quick: None
+    run_dir: Path, rlhf: Rlhf, file: str, undrawn: None
 ) -> None:
     (run_dir / file).write_bytes(b'{"a": [1')
     code, out, err = rlhf("report", str(run_dir))
@@ -194,7 +199,7 @@ def test_a_value_that_cannot_be_drawn_is_named_by_its_key(
     assert str(place[-2 if isinstance(place[-1], int) else -1]) in err or place[0] in ("scaling", "compared")
 
 
-def test_a_part_of_which_nothing_can_be_drawn_says_why(run_dir: Path, rlhf: Rlhf, quick: None) -> None:
+def test_a_part_of_which_nothing_can_be_drawn_says_why(run_dir: Path, rlhf: Rlhf, undrawn: None) -> None:
     for name in ("card.json", "worst_pairs.jsonl"):
         (run_dir / "reward-0123abcd" / name).unlink()
     assert rlhf("report", str(run_dir))[2].count("is missing; put it back") == 2
@@ -228,7 +233,7 @@ def test_lines_that_cannot_be_read_are_counted_and_the_others_drawn(run_dir: Pat
     assert [row["step"] for row in read_run(run_dir).stages["sft"].rows] == [1, 2, 3, 4, 6, 7, 8, 9]
 
 
-def test_a_verdict_says_what_it_does_without(run_dir: Path, rlhf: Rlhf, quick: None) -> None:
+def test_a_verdict_says_what_it_does_without(run_dir: Path, rlhf: Rlhf, undrawn: None) -> None:
     (run_dir / "ppo-0123abcd" / "metrics.jsonl").write_text("", encoding="utf-8")
     err = rlhf("report", str(run_dir))[2]
     assert "ppo-0123abcd/metrics.jsonl: was changed since it was sealed (0 bytes, not " in err
@@ -262,7 +267,7 @@ def test_where_there_is_nothing_to_report_on_the_file_and_the_cure_are_named(tmp
         )
 
 
-def test_a_stage_whose_folder_is_gone_is_not_judged(run_dir: Path, rlhf: Rlhf, quick: None) -> None:
+def test_a_stage_whose_folder_is_gone_is_not_judged(run_dir: Path, rlhf: Rlhf, undrawn: None) -> None:
     """Nor are its figures shown; how to get it back is."""
     shutil.rmtree(run_dir / "ppo-0123abcd")
     verdicts = judge_run(read_run(run_dir))

@@ -30,6 +30,15 @@ def policy_folder(tmp_path: Path, tokenizer: Any) -> Path:
     return folder
 
 
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates are of what is there all the time, worked and sent: passes, which take long to trace, tell nothing."""
+    from rlhf.stages import budget_ppo, budget_stages
+
+    for module in (budget_ppo, budget_stages):
+        monkeypatch.setattr(module, "traced", lambda *_: {name: {} for name in ("rollout", "scoring", "update")})
+
+
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of the four stages, each trained for a few steps from the one before."""

@@ -19,12 +19,6 @@ from rlhf.stages.sft.config import SFTSettings
 
 
 @pytest.fixture
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is there all the time and what is worked, passes tell nothing."""
-    monkeypatch.setattr(budget_ppo, "traced", lambda *_: {name: {} for name in ("rollout", "scoring", "update")})
-
-
-@pytest.fixture
 def sampling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the passes of an iteration none but those of the rollout are traced."""
     monkeypatch.setattr(budget_ppo, "_score", lambda footprint, *_: footprint.at("scoring"))

@@ -20,13 +20,6 @@ GATHERED = 2 * 3 * LAYER + 4 * REST
 """Bytes of weights in float32 where layers are gathered in bf16."""
 
 
-@pytest.fixture
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is held and sent, passes tell nothing."""
-    for module in (budget_ppo, budget_stages):
-        monkeypatch.setattr(module, "traced", lambda *_: {name: {} for name in ("rollout", "scoring", "update")})
-
-
 def policy(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return budget.causal(shape(), dtype)
 

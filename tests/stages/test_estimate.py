@@ -12,13 +12,14 @@ from torch import nn
 from transformers import FalconConfig, MambaConfig, MixtralConfig
 
 from rlhf.data.errors import RefusedError, SettingsError
-from rlhf.stages import budget_changes, budget_recipe, devices, estimate
+from rlhf.stages import budget_changes, budget_ppo, budget_recipe, devices, estimate
 from rlhf.stages.adapters import save_head
 from rlhf.stages.budget import Phase
 from rlhf.stages.budget_recipe import Request, config_of
 from rlhf.stages.budget_seconds import BANDWIDTH, COMPILED, DECODED, LAYER, LINKS, PLAIN, seconds, sending
 from rlhf.stages.devices import Device, named
 from rlhf.stages.estimate import answer
+from rlhf.stages.footprint import Moments
 
 H100 = named("h100")
 
@@ -92,14 +93,18 @@ def ppo_in(layout: str | None, **fields: Any) -> Request:
     return replace(asked, num_processes={"ppo": 2}, layouts={"ppo": layout})
 
 
+@pytest.mark.usefixtures("untraced")
 def test_settings_that_want_whole_models_are_refused_where_models_lie_in_parts() -> None:
     with pytest.raises(RefusedError, match=r"ppo\.offload: not with models that are spread over processes"):
         answer(ppo_in("fsdp2", offload=True))
     assert list(answer(ppo_in(None, offload=True))["stages"]["ppo"]["peak_gib_in"]) == ["ddp"]
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(("layout", "advised"), [("ddp", True), ("fsdp2", False)])
 def test_nothing_is_advised_that_the_stage_refuses(monkeypatch: pytest.MonkeyPatch, layout: str, advised: bool) -> None:
+    moments: Moments = {"rollout": {}, "scoring": {}, "update": {"activations": 1e6}}  # the update takes most
+    monkeypatch.setattr(budget_ppo, "traced", lambda *_: moments)
     monkeypatch.setattr(estimate, "chosen", lambda _: replace(H100, gib=1e-6))
     changes = answer(ppo_in(layout))["stages"]["ppo"]["changes"]
     assert any("ppo.offload" in change["settings"] for change in changes) == advised
@@ -143,6 +148,7 @@ def test_a_model_whose_layers_cannot_be_traced_is_refused_with_what_to_do_instea
         answer(request(sft={**SFT, "model": str(tmp_path)}))
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_precision_that_the_device_lacks_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"pretrain\.precision: bf16 is not supported by T4; use auto or fp32"):
         answer(Request({"pretrain": {**PRETRAIN, "precision": "bf16"}}, {}, "t4"))
@@ -151,6 +157,7 @@ def test_a_precision_that_the_device_lacks_is_refused() -> None:
     assert answer(chain)["stages"]["sft"]["precision"] == "fp32"
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_reward_model_counts_as_an_adapter_where_it_can_be_loaded_as_one(tmp_path: Path) -> None:
     shape().save_pretrained(tmp_path)
     ppo = {**PPO, "model": str(tmp_path), "reward_model": str(tmp_path), "layout": "adapters"}
@@ -162,6 +169,32 @@ def test_a_reward_model_counts_as_an_adapter_where_it_can_be_loaded_as_one(tmp_p
 
 
 # --- what to change
+
+
+def test_what_may_be_advised_for_ppo_can_be_traced_and_takes_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shape().save_pretrained(tmp_path)
+    ppo = {**PPO, "model": str(tmp_path), "reward_model": str(tmp_path)}
+    less = {"microbatch_size": 1, "gradient_checkpointing": True, "generation_batch_size": 2}
+    changes: list[dict[str, Any]] = [
+        {**less, "layout": "shared_trunk", "weights": "bf16", "offload": True},
+        {**less, "layout": "adapters", "quantization": "4bit"},
+    ]
+    peaks = [answer(request(ppo=ppo | changed))["stages"]["ppo"]["peak_gib"] for changed in changes]
+    monkeypatch.setattr(budget_ppo, "traced", lambda *_: {"rollout": {}, "scoring": {}, "update": {}})
+    assert max(peaks) < answer(request(ppo=ppo))["stages"]["ppo"]["peak_gib"]  # of which the passes are left out
+
+
+def test_the_same_settings_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+
+    def peak_of(settings: Any) -> float:
+        traced.append(settings)
+        return of_ppo(settings)
+
+    changes_of(monkeypatch, 1.0, peak_of, ppo={**PPO, "rollout_batch_size": 64})
+    assert [settings for number, settings in enumerate(traced) if settings in traced[:number]] == []
 
 
 def changes_of(monkeypatch: pytest.MonkeyPatch, gib: float, peak_of: Callable[[Any], float], **stages: Any) -> Any:

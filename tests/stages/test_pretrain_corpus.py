@@ -236,6 +236,7 @@ def test_parts_that_another_process_is_at_are_left_to_it_and_change_nothing(
     with pytest.raises(FileNotFoundError):
         token_files.join_parts(shared, ours, tokenizer)
     token_files.write_parts(shared, theirs, tokenizer, lambda *_, **__: None)
+    (shared / ".meta.json.123.writing").touch()  # of one that was killed
     token_files.join_parts(shared, theirs, tokenizer)
     assert {path.name: path.read_bytes() for path in shared.iterdir()} == ids(folder)
 

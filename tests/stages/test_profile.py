@@ -231,7 +231,7 @@ def test_a_trace_of_one_iteration_of_ppo_lies_outside_of_what_is_sealed(
     tmp_path: Path, given: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RLHF_PROFILE", "1")
-    run_ppo(tmp_path, given, report_to=[])
+    run_ppo(tmp_path, given, report_to=[], num_epochs=1)
     assert f"profile of iteration 3: {tmp_path}/profile/trace.json.gz" in capsys.readouterr().out
     assert {"rollout", "scoring", "update", "aten::mm"} <= names_in(tmp_path / "profile" / "trace.json.gz")
     assert "aten::mm" in (tmp_path / "profile" / "kernels.txt").read_text(encoding="utf-8")
@@ -241,9 +241,10 @@ def test_a_trace_of_one_iteration_of_ppo_lies_outside_of_what_is_sealed(
 def test_a_trace_leaves_the_result_as_it_is(
     tmp_path: Path, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_ppo(tmp_path / "without", given, report_to=[], num_iterations=2)
+    once: dict[str, Any] = {"report_to": [], "num_iterations": 2, "num_epochs": 1}
+    run_ppo(tmp_path / "without", given, **once)
     monkeypatch.setenv("RLHF_PROFILE", "1")
-    run_ppo(tmp_path / "with", given, report_to=[], num_iterations=2)
+    run_ppo(tmp_path / "with", given, **once)
     assert Artifact(tmp_path / "without").digest == Artifact(tmp_path / "with").digest
 
 

@@ -34,14 +34,15 @@ from rlhf.stages.settings_file import read_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 END_AFTER, STEPS = 2, 5
+PPO: dict[str, Any] = {"num_iterations": STEPS, "num_epochs": 1}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pretrain": ("pretrain", {"num_steps": STEPS, "sample_prompts": ["ab"], "sample_length": 4}),
     "sft": ("sft", {"num_epochs": 1}),
     "sft of adapters": ("sft", {"num_epochs": 1, "lora": {"r": 1, "alpha": 4}}),
     "reward": ("reward", {"num_epochs": 1, "microbatch_size": 1}),
     "reward of adapters": ("reward", {"num_epochs": 1, "lora": {"r": 2, "alpha": 4}}),
-    "ppo": ("ppo", {"num_iterations": STEPS}),
-    "ppo of adapters": ("ppo", {"num_iterations": STEPS, "layout": "adapters", "lora": {"r": 2, "alpha": 4}}),
+    "ppo": ("ppo", PPO),
+    "ppo of adapters": ("ppo", {**PPO, "layout": "adapters", "lora": {"r": 2, "alpha": 4}}),
 }
 EQUAL = [name for name in RUNS if not name.startswith("ppo")]  # whose samples come from a stream of each process
 FOLDERS = [(name, folder) for name in EQUAL for folder in ("fewer", "more") if folder == "fewer" or " " not in name]

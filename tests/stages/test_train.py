@@ -124,10 +124,11 @@ def test_a_half_written_checkpoint_is_passed_over(
     assert_same(tmp_path / "pretrain", chain["pretrain"])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     chain: Chain, stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In tests/faults/test_cases.py it is one of the others that is cut, and these are damaged in other ways."""
     run_until_killed(stage, chain, tmp_path / stage, 5, monkeypatch)
     newest = sorted((tmp_path / stage / "checkpoints").glob("*-*4"))[-1]
     weights = next(newest.rglob("*.safetensors"))
