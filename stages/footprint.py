@@ -60,7 +60,7 @@ class Footprint(TorchDispatchMode):
         self._kinds: dict[int, str] = {}  # of each storage that is alive
         self._sizes: dict[int, int] = {}
         self._of_weights: set[torch.Size] = set()
-        self._of_products: set[int] = set()  # storages that are alive
+        self._of_products: dict[int, int] = {}  # storages that are alive: of products, and of these times a number
         self._at: tuple[str, ...] = ()
         self._making: str | None = None
         self._kept: list[Tensor] = []
@@ -125,20 +125,27 @@ class Footprint(TorchDispatchMode):
                 for key in new:
                     self._resize(key, 0)
             if func is not _aten.embedding.default:
-                self._of_products.add(results[0].untyped_storage()._cdata)
+                key = results[0].untyped_storage()._cdata
+                self._of_products[key] = key
         else:
-            if func is _aten.add.Tensor and self._are_of_products(args):
+            keys = [x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)]
+            products = [self._of_products[key] for key in keys if key in self._of_products]
+            if func is _aten.mul.Tensor and len(keys) == len(products) == 1 and torch.is_grad_enabled():
+                scaled = results[0].untyped_storage()
+                self._of_products[scaled._cdata] = products[0]
+                weakref.finalize(scaled, self._of_products.pop, scaled._cdata, None)
+            if (
+                func is _aten.add.Tensor
+                and len(set(products)) == 2
+                and len({self._sizes[key] for key in products}) == 1
+            ):
                 # Of a layer and its adapter: what is kept is their sum.
-                self._resize(args[1].untyped_storage()._cdata, 0)
+                self._resize(products[1], 0)
             for tensor in results:
                 kind = self._kind(func, args, tensor)
                 if func in _NEW or kind in ("weights", "cache") or (kind == "logits" and self.fused == "layers"):
                     self._count(tensor, kind)
         return made
-
-    def _are_of_products(self, tensors: Any) -> bool:
-        keys = {x.untyped_storage()._cdata for x in tensors if isinstance(x, Tensor)}
-        return len(keys) == 2 and keys <= self._of_products and len({self._sizes[key] for key in keys}) == 1
 
     def _kind(self, func: Any, args: Any, tensor: Tensor | None) -> str:
         if self._making is not None:
@@ -169,7 +176,7 @@ class Footprint(TorchDispatchMode):
             self._sizes[key] = size
 
     def _forget(self, key: int) -> None:
-        self._of_products.discard(key)
+        self._of_products.pop(key, None)
         self._now[self._kinds.pop(key)] -= self._sizes.pop(key)
 
     def _is_gradient(self, parameter: Tensor) -> None:

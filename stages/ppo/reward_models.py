@@ -34,6 +34,7 @@ from rlhf.stages.models import (
     read_tokenizer,
     why_not_loaded,
 )
+from rlhf.stages.packing import pack_of
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.sharding import evenly
 from rlhf.stages.text_limits import check_positions, num_positions
@@ -96,11 +97,15 @@ class ModelReward(nn.Module):
         width = episodes.mask.shape[1]
         lengths = episodes.attention_mask[:, :-width].sum(-1).tolist(), episodes.mask.sum(-1).tolist()
         scores = torch.zeros(len(episodes.mask), device=episodes.mask.device)
-        for piece in evenly(episodes.cut(*lengths, microbatch_size, self.scalar.packed), self.scalar):
-            ids, attention_mask = (piece.of_text(x, width) for x in (episodes.scored_ids, episodes.attention_mask))
+        cut = evenly(episodes.cut(*lengths, microbatch_size, self.scalar.packed), self.scalar)
+        whole = episodes.scored_ids, episodes.attention_mask
+        texts = [(piece.of_text(whole[0], width), piece.of_text(whole[1], width)) for piece in cut]
+        packs = [pack_of(*text) if self.scalar.packed else None for text in texts]  # all before the first is read
+        for piece, (ids, attention_mask), as_pack in zip(cut, texts, packs, strict=True):
             in_response = torch.zeros_like(attention_mask)
             in_response[:, -piece.num_response :] = piece.of_response(episodes.mask)
-            scores[piece.on(scores.device)] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).float()
+            values = self.scalar(ids, attention_mask, as_pack=as_pack)
+            scores[piece.on(scores.device)] = self.scalar.pool(values, in_response).float()
         return scores
 
     def _from_text(self, episodes: Episodes, microbatch_size: int | None) -> Tensor:

@@ -212,9 +212,11 @@ def read_there(
     """ref_logprobs [B,R] of ids [B,T], and the scores [B] of each reward model, where these and the models are."""
     width = episodes.mask.shape[1]
     ref_logprobs = torch.zeros(episodes.mask.shape, device=episodes.mask.device)
+    if reference.packed:
+        cut = [piece.packed(input_ids, episodes.attention_mask, width) for piece in cut]
     for piece in cut:
         text = piece.of_text(input_ids, width), piece.of_text(episodes.attention_mask, width)
-        logprobs, _, _ = reference(*text, piece.num_response, settings.temperature)
+        logprobs, _, _ = reference(*text, piece.num_response, settings.temperature, as_pack=piece.as_pack)
         ref_logprobs[piece.on(ref_logprobs.device), : piece.num_response] = logprobs
     return [ref_logprobs, *rewards.of_models(episodes, microbatch_size)]
 

@@ -84,7 +84,8 @@ def test_the_tokens_of_all_microbatches_are_found_once_and_before_the_first_is_r
 
     monkeypatch.setattr("rlhf.stages.microbatches.episodes_as_pack", note("found", episodes_as_pack))
     monkeypatch.setattr("rlhf.stages.models.episodes_as_pack", pytest.fail)
-    monkeypatch.setattr("rlhf.stages.models.pack_of", note("found late", pack_of))
+    monkeypatch.setattr("rlhf.stages.models.pack_of", pytest.fail)
+    monkeypatch.setattr("rlhf.stages.ppo.reward_models.pack_of", note("found late", pack_of))
     monkeypatch.setattr("rlhf.stages.packing.read_pack", note("read", read_pack))
     run = new_run(packing=True, microbatch_tokens=30, num_epochs=2, num_minibatches=1)
     roles = load_roles(run, tokenizer)
@@ -94,7 +95,7 @@ def test_the_tokens_of_all_microbatches_are_found_once_and_before_the_first_is_r
     scoring, update = events[: events.index("update")], events[events.index("update") + 1 :]
     num = scoring.count("found")
     assert num > 1
-    assert scoring == ["found"] * num + ["read"] * 3 * num + ["found late", "read"] * num
+    assert scoring == ["found"] * num + ["read"] * 3 * num + ["found late"] * num + ["read"] * num
     assert update == ["found"] * num + ["read"] * 2 * 2 * num
 
 
