@@ -40,7 +40,7 @@ def _stay_alone(folder: Path) -> None:
             f"{folder}: another process is training in it; wait until it is done, or use another folder"
         ) from None
     except OSError:  # a file system without locks, or a folder that may not be listed
-        _stay_alone(folder)
+        pass
 
 
 def _train(stage: str, folder: Path) -> None:

@@ -134,11 +134,8 @@ class Footprint(TorchDispatchMode):
                 scaled = results[0].untyped_storage()
                 self._of_products[scaled._cdata] = products[0]
                 weakref.finalize(scaled, self._of_products.pop, scaled._cdata, None)
-            if (
-                func is _aten.add.Tensor
-                and len(set(products)) == 2
-                and len({self._sizes[key] for key in products}) == 1
-            ):
+            sizes = {self._sizes.get(key) for key in products}
+            if func is _aten.add.Tensor and len(set(products)) == 2 and len(sizes) == 1:
                 # Of a layer and its adapter: what is kept is their sum.
                 self._resize(products[1], 0)
             for tensor in results:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as partitioner
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -303,11 +304,9 @@ class PolicyModel(nn.Module):
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer of a decoder by itself, for any shapes: what is compiled for one layer serves all.
 
-    For the backward pass a layer keeps what its products make, and makes once more what stands between them: that takes
-    a third less memory than what the compiler would keep by itself, and little time.
+    For the backward pass a layer keeps what its products make, and makes once more what stands between them, which the
+    compiler by itself would keep in part.
     """
-    from torch._functorch import config as partitioner
-
     partitioner.ban_recompute_used_far_apart = False
     partitioner.ban_recompute_long_fusible_chains = False
     partitioner.ban_recompute_materialized_backward = False

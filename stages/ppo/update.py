@@ -43,7 +43,7 @@ class Updater:
         self.fault = ""
         """What was wrong with the last optimiser step that was left out."""
         self.packed = all(run.unwrap(model).packed for _, model, _ in self.learners)
-        self.unwrapped_policy: PolicyModel = run.unwrap(policy)  # to find it takes a large model milliseconds
+        self.unwrapped_policy: PolicyModel = run.unwrap(policy)  # here, since it goes through all modules
         self.ema = MovingAverage(self.unwrapped_policy, run.settings.ema_decay)
         if run.settings.ema_decay is not None:
             run.tensors["ema"] = self.ema.weights

@@ -1,5 +1,6 @@
 """A stage as it is started by hand: `python -m rlhf.stages.STAGE FOLDER`."""
 
+import errno
 import fcntl
 import os
 import shlex
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,32 @@ def test_the_last_line_by_hand_names_the_model(
         monkeypatch.setenv("RLHF_RUN", "a mark")
     entry.run_stage("sft")
     assert capsys.readouterr().out == ("" if in_a_run else f"sft: done, {tmp_path}/sft/model\n")
+
+
+@pytest.mark.parametrize("what", ["fcntl.flock", "os.open"])
+def test_a_folder_that_cannot_be_locked_is_trained_in_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """A file system may have no locks, and a folder may not be listed; each is asked once."""
+    asked: list[Any] = []
+
+    def refuse(*given: Any) -> None:
+        asked.append(given)
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    module = ModuleType("rlhf.stages.sft.train")
+    module.train = lambda folder: sealed(folder, "sft")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv("RLHF_RUN", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(what, refuse)
+        entry._stay_alone(tmp_path)
+    assert len(asked) == 1
+    monkeypatch.setattr("fcntl.flock", refuse)
+    (folder := tmp_path / "sft").mkdir()
+    monkeypatch.setattr(sys, "argv", ["sft", str(folder)])
+    entry.run_stage("sft")
+    assert capsys.readouterr().out == f"sft: done, {folder}/model\n"
 
 
 def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path) -> None:
