@@ -1,10 +1,11 @@
 """What the stages are said to hold and to get through."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from estimate_world import case, ppo_settings, shape
+from estimate_world import PRETRAIN, SFT, case, ppo_settings, shape
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -12,6 +13,7 @@ from rlhf.stages import budget, budget_ppo, budget_stages
 from rlhf.stages.budget import GIB, Phase
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.layout import Roles
+from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.profile import cache_bytes_per_token
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.settings import LoraSettings
@@ -182,3 +184,28 @@ def test_a_step_on_more_rows_takes_as_much_memory_where_the_microbatch_is_the_sa
     assert sixteen.total == sixtyfour.total
     assert (sixteen.times, sixtyfour.times) == (40, 10)
     assert sixtyfour.flops == pytest.approx(4 * sixteen.flops)
+
+
+def test_what_is_compiled_is_counted_as_its_stage_compiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(What, whether layers are computed again): pretraining compiles a model as a whole, but its layers if sharded."""
+    found: list[tuple[str | None, bool]] = []
+
+    def note(_configs: Any, _run: Any, fused: str | None, recomputed: bool = False) -> Any:
+        found.append((fused, recomputed))
+        return {name: {} for name in ("rollout", "scoring", "update")}
+
+    for module in (budget_ppo, budget_stages):
+        monkeypatch.setattr(module, "traced", note)
+    pretrain = PretrainSettings.load({**PRETRAIN, "compile": True}, "pretrain")
+    for of in (case("bf16"), case("bf16", 2), case("bf16", 2, "fsdp2")):
+        budget_stages.pretrain(pretrain, of)
+    sft = {**SFT, "model": "x", "compile": True}
+    for more in ({}, {"args": {"activation_checkpointing": True}}):
+        budget_stages.sft(SFTSettings.load({**sft, **more}, "sft"), case("bf16"))
+    ppo = ppo_settings(compile=True, gradient_checkpointing=True)
+    budget_ppo.ppo(ppo, case("bf16"))
+    budget_ppo.ppo(ppo, replace(case("bf16"), is_gpu=False))
+    assert found == [
+        ("whole", False), ("whole", False), ("layers", False), ("all", False), ("all", True), ("layers", True),
+        (None, True),
+    ]  # fmt: skip

@@ -233,6 +233,14 @@ def test_changes_are_told_with_those_first_that_gain_most(monkeypatch: pytest.Mo
     ]
 
 
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_to_compile_is_told_where_that_does_something(monkeypatch: pytest.MonkeyPatch, is_gpu: bool) -> None:
+    monkeypatch.setattr("test_estimate.H100", replace(H100, is_gpu=is_gpu))
+    found = changes_of(monkeypatch, 20.0, lambda settings: 20.0 - 5 * settings.compile, ppo=PPO)
+    told = {"settings": {"ppo.compile": True}, "peak_gib": 15.0, "fits": True}
+    assert found == ([told] if is_gpu else [])
+
+
 def test_the_microbatch_that_is_named_is_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_pretrain(settings: Any) -> float:
         return 10.0 + (settings.microbatch_size or 24)
