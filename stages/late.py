@@ -3,7 +3,7 @@
 Whether a signal asked a process to end is one of them: all processes read it after the same step, and end together.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -71,21 +71,28 @@ def decides_on_device(optimizer: Any) -> bool:
 
 def leave_out_if_bad(optimizer: Any, numbers: Mapping[str, Tensor]) -> None:
     """Let the next step of an optimizer that decides on the device change nothing if a number is not finite."""
-    bad = ~torch.isfinite(torch.stack([number.detach().float() for number in numbers.values()])).all()
-    getattr(optimizer, "optimizer", optimizer).found_inf = bad.float()
+    getattr(optimizer, "optimizer", optimizer).found_inf = 1.0 - are_fine(numbers)
 
 
-def step_if_fine(run: Runtime[Any], optimizer: AcceleratedOptimizer, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Let the optimizer step unless one of the `numbers`, those of all processes together, is not finite.
+def are_fine(numbers: Mapping[str, Tensor]) -> Tensor:
+    """1.0 on the device if all of a step's numbers are finite, else 0.0."""
+    return torch.isfinite(torch.stack([number.detach().float() for number in numbers.values()])).all().float()
+
+
+def step_if_fine(
+    run: Runtime[Any], optimizers: Sequence[AcceleratedOptimizer], numbers: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Let the optimizers step unless one of the `numbers`, those of all processes together, is not finite.
 
     Returns those that count: not a norm that is none while a scaler of float16 looks for its scale. The gradients are
     gone in any case.
     """
-    if run.accelerator.scaler is None and decides_on_device(optimizer):
-        leave_out_if_bad(optimizer, numbers)
-        optimizer.step()
-        optimizer.zero_grad()
+    if run.accelerator.scaler is None and all(map(decides_on_device, optimizers)):
+        for optimizer in optimizers:
+            leave_out_if_bad(optimizer, numbers)
+            optimizer.step()
+            optimizer.zero_grad()
         return numbers
     read = {name: number.item() for name, number in numbers.items()}
-    take_step(run, [optimizer], read)
+    take_step(run, optimizers, read)
     return {name: numbers[name] for name in read}

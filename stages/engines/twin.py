@@ -143,7 +143,7 @@ class _Product(nn.Module):
         if self.up is None:
             return whole
         whole, thin = whole.flatten(0, -2).split([sum(self.sizes), len(self.up)], dim=-1)
-        return torch.addmm(whole, thin, self.up).unflatten(0, x.shape[:-1])
+        return (whole + thin @ self.up).unflatten(0, x.shape[:-1])  # addmm would copy `whole` before it adds
 
 
 class _Part(nn.Module):

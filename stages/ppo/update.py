@@ -3,13 +3,16 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from rlhf.data.collate import Blocks, batch_indices
-from rlhf.stages.bad_numbers import described, take_step, tell_skipped
+from rlhf.stages.bad_numbers import all_finite, described, tell_skipped
+from rlhf.stages.late import are_fine, step_if_fine
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.optimizers import trained
@@ -59,8 +62,7 @@ class Updater:
         policy_learns = iteration >= settings.critic_warmup_iterations
         learners = [learner for learner in self.learners if learner[0] == "critic" or policy_learns]
         models, optimizers = [model for _, model, _ in learners], [optimizer for *_, optimizer in learners]
-        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
-        ratios, num_measured, num_updates = Ratios(run.device), 0, 0
+        steps: list[Step] = []
         lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
         limit = settings.microbatch_tokens
 
@@ -74,38 +76,46 @@ class Updater:
             minibatch = sorted(batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration))
             ptx_step = iteration * num_steps + step
             make = partial(self._gradients, rollout, targets, minibatch, cut, models, policy_learns, kl_coef, ptx_step)
-            stats, its_ratios, too_far = within_memory(run, size, make, *models)
+            stats, ratios, too_far = within_memory(run, size, make, *models)
+            steps.append(Step(stats, ratios))
             if too_far:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-            else:
-                norms = {
-                    f"{name}_grad_norm": run.clip_gradients(model, settings.max_grad_norm)
-                    for name, model, _ in learners
-                }
-                numbers = _of_all(run, {name: value for name, value in stats.items() if name.endswith("_loss")})
-                numbers |= {name: norm.item() for name, norm in norms.items()}
-                if not take_step(run, optimizers, numbers):
-                    tell_skipped(run, f"iteration {iteration + 1}: optimiser step {step + 1} of {num_steps}", numbers)
-                    self.fault = described(numbers)
-                    continue
-                if policy_learns:
-                    self.ema.update(self.unwrapped_policy)
-                num_updates += 1
-                stats |= {name: norm / run.num_processes for name, norm in norms.items()}  # equal on all processes
-            num_measured += 1
-            ratios.merge(its_ratios)
-            for name, value in stats.items():
-                sums[name] += value
-            if too_far:
                 break
-        if not num_measured:
+            losses = {name: value for name, value in stats.items() if name.endswith("_loss")}
+            norms = {
+                f"{name}_grad_norm": run.clip_gradients(model, settings.max_grad_norm) for name, model, _ in learners
+            }
+            steps[-1].decisive = step_if_fine(run, optimizers, _of_all(run, losses) | norms)
+            if policy_learns and self.ema.decay is not None and are_fine(steps[-1].decisive):
+                self.ema.update(self.unwrapped_policy)
+        return self._summed_up(steps, f"iteration {iteration + 1}: optimiser step {{}} of {num_steps}")
+
+    def _summed_up(self, steps: list["Step"], called: str) -> dict[str, float]:
+        """Statistics over the steps that were taken; those that were not are told of, `called` with their number."""
+        run = self.run
+        measured: list[Step] = []
+        norms: dict[str, list[float]] = defaultdict(list)
+        for number, (step, decisive) in enumerate(zip(steps, _read([step.decisive for step in steps]), strict=True), 1):
+            if not all_finite(decisive):
+                tell_skipped(run, called.format(number), decisive)
+                self.fault = described(decisive)
+                continue
+            measured.append(step)
+            for name in (name for name in decisive if name.endswith("_grad_norm")):
+                norms[name].append(decisive[name])
+        if not measured:
             return {}
-        totals = _of_all(run, sums)
-        found = {name: total / num_measured for name, total in totals.items()} | {"num_updates": num_updates}
-        for name in (name for name in totals if name.endswith("_grad_norm")):
-            found[name] *= num_measured / num_updates
-        return found | ratios.stats(run, num_measured, found["ratio"]) if policy_learns else found
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
+        ratios = Ratios(run.device)
+        for step in measured:
+            ratios.merge(step.ratios)
+            for name, value in step.stats.items():
+                sums[name] += value
+        found = {name: total / len(measured) for name, total in _read([_of_all(run, sums)])[0].items()}
+        found |= {name: fmean(values) for name, values in norms.items()}
+        found["num_updates"] = sum(bool(step.decisive) for step in measured)
+        return found | (ratios.stats(run, len(measured), found["ratio"]) if "ratio" in found else {})
 
     def _gradients(
         self,
@@ -222,10 +232,28 @@ class Updater:
         return total
 
 
-def _of_all(run: Runtime[PPOSettings], shares: dict[str, Tensor]) -> dict[str, float]:
+def _of_all(run: Runtime[PPOSettings], shares: dict[str, Tensor]) -> dict[str, Tensor]:
     """Sums over all processes of their shares."""
     names = sorted(shares)
-    return dict(zip(names, run.sum(torch.stack([shares[name] for name in names])).tolist(), strict=True))
+    return dict(zip(names, run.sum(torch.stack([shares[name] for name in names])), strict=True))
+
+
+def _read(steps: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Numbers of several steps from the device, in one go."""
+    numbers = [number.float() for step in steps for number in step.values()]
+    read = iter(torch.stack(numbers).tolist() if numbers else [])
+    return [{name: next(read) for name in step} for step in steps]
+
+
+@dataclass
+class Step:
+    """An optimiser step; its numbers stay on the device, which need not be waited for until the last is launched."""
+
+    stats: dict[str, Tensor]
+    """Of this process's share."""
+    ratios: "Ratios"
+    decisive: dict[str, Tensor] = field(default_factory=dict)
+    """Losses and gradient norms over all processes, by which it was taken or left out; none where it led too far."""
 
 
 class Ratios:

@@ -244,7 +244,7 @@ def optimise(
     run.count_tokens(sum(len(answer.input_ids) for i in mine for answer in batch[i].answers))
     found = {"loss": of_ranks, "grad_norm": run.clip_gradients(model, settings.max_grad_norm)}
     found |= {} if lm_head is None else {"lm_loss": of_language}
-    return step_if_fine(run, optimizer, found)
+    return step_if_fine(run, [optimizer], found)
 
 
 def language_loss(lm_head: PolicyModel, hidden: Tensor, part: Batch, num_tokens: int) -> Tensor:

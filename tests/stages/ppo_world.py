@@ -153,7 +153,7 @@ class World:
         self.optimizers = [
             torch.optim.SGD(model.parameters(), lr=rate)
             if sgd
-            else torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5, weight_decay=0.0)
+            else torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5, weight_decay=0.0, fused=True)
             for model, rate in zip(self.learners, rates, strict=False)
         ]
         reader, *others = run.accelerator.prepare(*self.learners, *self.optimizers)

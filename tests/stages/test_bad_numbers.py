@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhf.stages import judge, microbatches
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.bad_numbers import leave_out_overflow
+from rlhf.stages.late import decides_on_device
 from rlhf.stages.models import load_scalar, load_tokenizer
 from rlhf.stages.ppo import update as ppo_update
 from rlhf.stages.reward import train as reward_stage
@@ -253,11 +254,14 @@ def given(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str,
     return model_folders(tmp_path_factory.mktemp("models"), tokenizer)
 
 
-@pytest.fixture
-def world(tmp_path: Path, given: dict[str, str]) -> Iterator[World]:
+@pytest.fixture(params=["decides on the device", "is asked to step"])
+def world(tmp_path: Path, given: dict[str, str], request: pytest.FixtureRequest) -> Iterator[World]:
+    """With either kind of optimizer."""
     (tmp_path / "run").mkdir()
-    run = Runtime(ppo_settings(**given, num_epochs=1, num_minibatches=2), tmp_path / "run")
-    yield World(run)
+    run = Runtime(ppo_settings(**given, num_epochs=1, num_minibatches=2, ema_decay=0.5), tmp_path / "run")
+    world = World(run, sgd=request.param == "is asked to step")
+    assert decides_on_device(world.optimizers[0]) == (request.param == "decides on the device")
+    yield world
     run.close()
 
 
@@ -301,6 +305,17 @@ def test_an_update_without_any_step_says_nothing(world: World, ppo_loss: Spoiler
     before = world.weights()
     assert world.update(world.rollout()) == {}
     assert torch.equal(before, world.weights())
+
+
+def test_a_moving_average_counts_the_steps_that_were_taken(world: World, ppo_loss: Spoiler) -> None:
+    """Of decay 0.5: half way from the start to where one step leads, however many more are left out."""
+    ppo_loss.bad = {2}
+    start = world.weights()
+    world.update(world.rollout())
+    average = torch.cat([x.flatten() for x in world.updater.ema.weights.values()])
+    moved = world.weights()[: len(average)] - start[: len(average)]
+    assert moved.abs().max() > 0
+    torch.testing.assert_close(average - start[: len(average)], moved / 2)
 
 
 def test_an_iteration_without_a_step_is_skipped_as_a_whole_and_so_many_stop_ppo(

@@ -191,7 +191,7 @@ def test_the_kernel_of_a_gpu_reads_packs_too() -> None:
     torch.testing.assert_close(found, torch.cat(alone), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is a GPU's")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu_a_policy_without_padding_says_and_learns_the_same(compiled: bool) -> None:

@@ -1,8 +1,10 @@
 """One iteration's updates: how many steps, on what, and what may not change them."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +96,31 @@ def test_steps_are_epochs_times_minibatches_for_policy_and_critic_each(
         optimizer.register_step_post_hook(lambda *_, number=number: calls.update([number]))
     assert world.update(world.rollout())["num_updates"] == 12
     assert calls == {0: 12, 1: 12}
+
+
+def test_a_step_is_launched_before_the_device_is_through_with_the_one_before(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for a device is to read a number: as often in three epochs as in one."""
+    readers: list[str] = []
+
+    def counted(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def reading(tensor: Tensor) -> Any:
+            readers.append(Path(sys._getframe(1).f_code.co_filename).name)
+            return read(tensor)
+
+        return reading
+
+    for name in ("item", "tolist", "__bool__", "__float__", "cpu"):
+        monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+    found = []
+    for epochs in (1, 3):
+        world = new_world(num_epochs=epochs, num_minibatches=1)
+        rollout = world.rollout()
+        readers.clear()
+        assert world.update(rollout)["num_updates"] == epochs
+        found.append([name for name in readers if name != "masking_utils.py"])  # transformers'; packs do without
+    assert found[0] == found[1] != []
 
 
 def test_every_episode_is_used_once_an_epoch_in_an_order_of_its_own(
