@@ -114,8 +114,8 @@ class Documents:
 
     With sources for evaluation, all their documents are held out, and equal ones are left out of training. Otherwise
     a source of a single document is cut near its end, and of the others `eval_share` of the documents are held out,
-    chosen by a hash of their text. Filters and de-duplication are for what is split or trained on, not for documents
-    that are given for evaluation.
+    chosen by a hash of their text. Where there is nothing but equal ones, each is cut as a single one is. Filters and
+    de-duplication are for what is split or trained on, not for documents that are given for evaluation.
     """
 
     def __init__(self, wanted: Wanted, stage: str, setting: str = "data") -> None:
@@ -160,7 +160,7 @@ class Documents:
                 if reason:
                     found.left_out[reason] += 1
                 kept.append(not reason)
-        self._refuse_nothing(read, given)
+        self._refuse_nothing(read)
         self.found, self._kept = [*read, *given], all_kept
         for found in self.found:
             found.files = {str(file): found.files.get(str(file), [0, 0]) for file in found.report.files}
@@ -183,10 +183,11 @@ class Documents:
         self._kept = [np.load(folder / f"kept-{number}.npy", mmap_mode="r") for number in range(len(self.sources))]
 
     def of(self, number: int) -> Iterator[tuple[bool, str]]:
-        """(whether it is held out, text) of a source, counted as in `found`, in the order of its rows; of a single
-        document both sides."""
+        """(whether it is held out, text) of a source, counted as in `found`, in the order of its rows; of one
+        that is cut both sides."""
         self.survey()
         found, end = self.found[number], self._border
+        is_cut = found.documents == 1 or self._are_equal
         texts = self._read(found.name, Report("text"))
         if number >= len(self.sources):
             yield from ((True, text) for text in texts)
@@ -198,7 +199,7 @@ class Documents:
                 continue
             if self.eval_sources:
                 yield False, text
-            elif found.documents == 1:
+            elif is_cut:
                 cut = int(len(text) * (1 - self.wanted.eval_share))
                 yield False, text[:cut]
                 yield True, text[cut:]
@@ -222,17 +223,17 @@ class Documents:
     def _border(self) -> float:
         return _border_of(self.found[: len(self.sources)], self.wanted.eval_share)
 
-    def _refuse_nothing(self, read: list[Found], given: list[Found]) -> None:
-        num_documents = sum(found.documents for found in read)
-        splits = any(found.documents == 1 for found in read) or _border_of(read, self.wanted.eval_share) > 0
-        num_held_out = sum(found.documents for found in given)
-        if num_documents and (num_held_out or splits):
-            return
-        lines = [f". {found.name}: {summary(found.documents, found.left_out)}" for found in read if found.left_out]
-        raise DataError(
-            f"{self.where}: {num_documents} rows to train on and {num_held_out} to evaluate on; "
-            f"at least one of each is needed, with different prompts{''.join(lines)}"
-        )
+    @property
+    def _are_equal(self) -> bool:
+        """Whether nothing could be held out of documents that are kept whole."""
+        return not self._border and all(found.documents != 1 for found in self.found[: len(self.sources)])
+
+    def _refuse_nothing(self, read: list[Found]) -> None:
+        if not any(found.documents for found in read):
+            lines = [f". {found.name}: {summary(found.documents, found.left_out)}" for found in read if found.left_out]
+            raise DataError(
+                f"{self.where}: no document is left to train on; use more text, or leave out less{''.join(lines)}"
+            )
 
 
 def plain_documents(source: Source, eval_share: float, max_dropped: float, stage: str, setting: str) -> Documents:
@@ -244,7 +245,7 @@ def plain_documents(source: Source, eval_share: float, max_dropped: float, stage
 
 def _border_of(read: list[Found], eval_share: float) -> float:
     """Where held-out places end in sources of several documents: in all at the same place, so that a text which lies
-    in two of them is on one side."""
+    in two of them is on one side. 0 where those are all equal."""
     several = [found for found in read if found.documents > 1]
     lowest = min((found.lowest for found in several), default=0.0)
     return border(lowest, max((found.highest for found in several), default=0.0), eval_share)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,11 @@ def of_file(error: OSError) -> str:
     shown = name if len(name) <= 200 else f"{name[:100]} … {name[-100:]}"
     cure = _CURES.get(error.errno or 0)
     return f"{shown}: {error.strerror or error}" + (f"; {cure}" if cure else "")
+
+
+def plain_words(message: str) -> str:
+    """Of pydantic, without names of our classes."""
+    return re.sub("^Value error, | or (an )?instance of .*", "", message)
 
 
 def printable(text: str) -> str:

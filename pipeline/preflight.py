@@ -146,9 +146,10 @@ def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
         return
     given = settings.sources()
     text = given.pop("ptx_data", None)
-    if text is not None and not text.streaming:
+    if isinstance(settings, PPOSettings) and text is not None and not text.streaming:
         documents = plain_documents(text, settings.eval_share, settings.max_dropped, settings.stage, "ptx_data")
         _tell(f"{settings.stage}.ptx_data", documents.survey()[0].report, say)
+        _refuse_less_than_a_block(documents, settings.ptx_block_size)
     for name, source in given.items():
         loaded = _read(settings, name, source)
         _tell(f"{settings.stage}.{name}", loaded.report, say)
@@ -161,6 +162,21 @@ def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
             f"{settings.stage}.data: {len(train)} rows to train on and {len(held_out)} to evaluate on; "
             "at least one of each is needed, with different prompts"
         )
+
+
+def _refuse_less_than_a_block(documents: Documents, length: int) -> None:
+    """Refuse a text for ppo.ptx_data that fills no block of so many tokens, whatever the tokenizer; the stage counts
+    them. No more of the text is read than fills a block."""
+    most = 0
+    for text in documents.training():
+        # A byte is a token at most. Beside the text there are eos and the space that some tokenizers put before it.
+        most += len(text.encode("utf-8", "surrogatepass")) + 2
+        if most > length:
+            return
+    raise DataError(
+        f"{documents.where}: {documents.found[0].path}: without what is held out it gives {most} tokens at most, one a "
+        f"byte, but a block needs {length + 1}; use more text, or a smaller ppo.ptx_block_size"
+    )
 
 
 def _tell(where: str, report: rows.Report, say: Say) -> None:

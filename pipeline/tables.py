@@ -1,19 +1,27 @@
 """Tables on the terminal."""
 
+import re
 import sys
 from collections.abc import Sequence
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal, aligned plain lines elsewhere.
+    """A table on a terminal; elsewhere aligned plain lines, as wide as they are, one for each row.
 
     On a terminal that is too narrow for its words each row is told by itself, headed by its first cell.
     """
+    rows = [[_in_one_line(cell) for cell in row] for row in rows]
+    columns = [_in_one_line(name) for name in columns]
     if sys.stdout.isatty():
         return _draw(columns, rows)
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _in_one_line(text: str) -> str:
+    """Line breaks and what else a terminal would obey, as Python writes them: \\n."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
 
 
 def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages.disk import replace_text
+from rlhf.stages.logs import be_quiet
 from rlhf.stages.models import load_policy, read_tokenizer
-from rlhf.stages.runtime import be_quiet
 from rlhf.stages.streams import go_on_unread
 from rlhf.stages.text_limits import num_positions
 

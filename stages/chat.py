@@ -22,10 +22,10 @@ from rlhf.data.messages import Messages
 from rlhf.data.tokens import Encoded, answer_texts, encode_example, encode_prompt
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.engines.stock import TransformersEngine
+from rlhf.stages.logs import be_quiet
 from rlhf.stages.metric_names import number
 from rlhf.stages.models import load_policy, load_scalar, load_tokenizer
 from rlhf.stages.precision import half
-from rlhf.stages.runtime import be_quiet
 from rlhf.stages.text_limits import num_positions, stops_of
 
 Say = Callable[[str], None]

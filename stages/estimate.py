@@ -17,8 +17,8 @@ from rlhf.stages.budget_ppo import notes
 from rlhf.stages.budget_recipe import Request, phases_of
 from rlhf.stages.budget_seconds import chosen, seconds, sending
 from rlhf.stages.devices import PER_MACHINE, Device
+from rlhf.stages.logs import be_quiet
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.runtime import be_quiet
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from rlhf.data.errors import RefusedError, SettingsError, first_line, of_file
 from rlhf.stages import adapters, decoder
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.disk import refuse_no_room_beside, replace_text, swap_folder
+from rlhf.stages.logs import be_quiet
 from rlhf.stages.model_card import base_of, card, is_hub_id, past
 from rlhf.stages.models import (
     ScalarModel,
@@ -25,7 +26,6 @@ from rlhf.stages.models import (
     save_folder,
     why_not_loaded,
 )
-from rlhf.stages.runtime import be_quiet
 from rlhf.stages.streams import go_on_unread
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,6 +1,8 @@
-"""What a stage tells while it trains: terminal, metrics.jsonl, status.json, trackers; and its peak memory."""
+"""What a stage tells while it trains: terminal, metrics.jsonl, status.json, trackers; its peak memory; and how to keep
+libraries quiet."""
 
 import json
+import logging
 import math
 import os
 import resource
@@ -9,6 +11,7 @@ import textwrap
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
+from transformers.utils import logging as transformers_logging
 
 from rlhf.stages.artifact import TRACKER_FOLDER, Artifact
 from rlhf.stages.disk import replace_text
@@ -177,6 +181,18 @@ def _run_id(logs: Path, new: bool) -> str:
     if new or not path.is_file():
         replace_text(path, uuid.uuid4().hex)
     return path.read_text(encoding="utf-8")
+
+
+def be_quiet() -> None:
+    """Leave the terminal to our own lines: no bars for loading small files, no notes about tied weights."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry of a request
+    # peft 0.21 asks transformers 5.24 by the old name
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    # TRL names another way, which is none for a model that it is handed; it goes with TRL 2, which is not taken yet
+    warnings.filterwarnings("ignore", "`use_liger_kernel=True` is deprecated", FutureWarning)
 
 
 def write_row(folder: Path, row: dict[str, Any]) -> None:

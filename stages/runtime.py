@@ -4,11 +4,9 @@ Only the main process writes and talks; every process reaches every barrier.
 """
 
 import hashlib
-import logging
 import os
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +17,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from transformers.utils import logging as transformers_logging
 
 from rlhf.data.errors import DataError, RefusedError, Stopped
 from rlhf.data.report import Report
@@ -54,7 +51,7 @@ class Runtime(Processes, Generic[AnyStage]):
         for model in filter(None, settings.inputs().values()):
             refuse_damaged_model(Path(model))
         self.identity = identify(settings)  # now, since files may change while the stage trains
-        be_quiet()
+        logs.be_quiet()
         # Stages that share a process may differ in precision; accelerate keeps one state per process.
         AcceleratorState._reset_state()
         sharding.asked_for()  # before Accelerate looks
@@ -408,15 +405,3 @@ class Runtime(Processes, Generic[AnyStage]):
         self._trackers.close()
         self.stopping.close()
         self.accelerator.free_memory()
-
-
-def be_quiet() -> None:
-    """Leave the terminal to our own lines: no bars for loading small files, no notes about tied weights."""
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # each retry of a request
-    # peft 0.21 asks transformers 5.24 by the old name
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-    # TRL names another way, which is none for a model that it is handed; it goes with TRL 2, which is not taken yet
-    warnings.filterwarnings("ignore", "`use_liger_kernel=True` is deprecated", FutureWarning)

@@ -27,9 +27,9 @@ from rlhf.data.sources import Source
 from rlhf.data.tokens import answer_texts, encode_prompt
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.engines.choice import make_engine
+from rlhf.stages.logs import be_quiet
 from rlhf.stages.models import load_policy, load_tokenizer
 from rlhf.stages.precision import half
-from rlhf.stages.runtime import be_quiet
 from rlhf.stages.signals import exit_on_signal, handled
 from rlhf.stages.text_limits import num_positions, stops_of
 

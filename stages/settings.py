@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import SettingsError, plain_words
 from rlhf.data.sources import Source, named
 from rlhf.stages.secrets import exposed
 
@@ -261,7 +261,7 @@ def _problem(cls: type[BaseModel], where: str, details: ErrorDetails) -> str:
         return f"{key}: not set; {_description(cls, loc)}"
     if details["type"] == "value_error":  # one of ours: it says what was found
         return f"{key}: {details['msg'].removeprefix('Value error, ')}"
-    message = details["msg"]
+    message = plain_words(details["msg"])
     return f"{key}: {message[0].lower()}{message[1:]} (found {details['input']!r})"
 
 

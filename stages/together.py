@@ -2,29 +2,44 @@
 
 What is to be done falls into pieces, each a file that is there when it is done. A process takes the pieces that nobody
 else is at; what a killed one leaves is done by another, now or when the stage goes on. Locks are held by the system, so
-that they are gone with the process that held them; they are waited for as long as it takes.
+that they are gone with the process that held them; they are waited for as long as it takes, and after PATIENCE a line
+says so.
 """
 
 import fcntl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Timer
+
+PATIENCE = 2.0
+"""Seconds of silence."""
 
 Pieces = Callable[[Path], None]
 """Does the pieces of a folder that are not done and that nobody is at (`claimed`)."""
 
 
 def fill(
-    folder: Path, is_whole: Callable[[Path], bool], finish: Callable[[Path], None], pieces: Pieces | None = None
+    folder: Path,
+    what: str,
+    say: Callable[[str], None],
+    is_whole: Callable[[Path], bool],
+    finish: Callable[[Path], None],
+    pieces: Pieces | None = None,
 ) -> None:
     """Return when `folder` is whole. All that come here do `pieces` beside each other; then one, alone, does what is
-    left of them and `finish`."""
+    left of them and `finish`. Who waits for another says of `what`, which is what the folder is to hold."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder.with_name(f".{folder.name}.lock")
-    with _locked(lock, fcntl.LOCK_SH):
+
+    def tell() -> None:
+        with suppress(OSError, ValueError):  # nobody reads on, the stream is closed
+            say(f"waiting for another process, which makes {what} ({folder})")
+
+    with _locked(lock, fcntl.LOCK_SH, tell):
         if not is_whole(folder) and pieces is not None:
             pieces(folder)
-    with _locked(lock, fcntl.LOCK_EX):  # waits for those that are still at a piece
+    with _locked(lock, fcntl.LOCK_EX, tell):  # waits for those that are still at a piece
         if not is_whole(folder):
             if pieces is not None:
                 pieces(folder)
@@ -44,7 +59,17 @@ def claimed(file: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
+def _locked(path: Path, how: int, tell: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock; `tell` is called, once and from another thread, where it is waited for that long."""
     with path.open("a+") as file:  # NFS wants it open to read for a shared lock, and to write for the other
-        fcntl.flock(file, how)
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            timer = Timer(PATIENCE, tell)
+            timer.daemon = True
+            timer.start()
+            try:
+                fcntl.flock(file, how)
+            finally:
+                timer.cancel()
         yield

@@ -54,9 +54,9 @@ class TokenCache:
         """Where lies what follows from the text and from `more`."""
         return self.root / (kind + hashlib.sha256(json.dumps([_LAYOUT, self._key, *more]).encode()).hexdigest()[:16])
 
-    def survey(self) -> None:
+    def survey(self, say: Callable[..., None]) -> None:
         """Let the documents know what there is; streams among them are first copied beside it."""
-        survey(self.folder(kind="text-"), self.documents)
+        survey(self.folder(kind="text-"), self.documents, say)
 
     def find(self, tokenizer: PreTrainedTokenizerBase) -> Tokens | None:
         """The ids, if they are there."""
@@ -71,9 +71,11 @@ class TokenCache:
         """The ids, which all processes write that come here while they are not there."""
         folder = self._of_ids(tokenizer)
         if not has_tokens(folder):
-            self.survey()
+            self.survey(say)
             fill(
                 folder,
+                f"the tokens of {self.documents.where}",
+                say,
                 has_tokens,
                 lambda folder: join_parts(folder, self.documents, tokenizer),
                 lambda folder: write_parts(folder, self.documents, tokenizer, say),
@@ -86,7 +88,7 @@ class TokenCache:
         return self.folder([tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id])
 
 
-def survey(folder: Path, documents: Documents) -> None:
+def survey(folder: Path, documents: Documents, say: Callable[..., None]) -> None:
     """Let documents know what there is; streams among them are first copied into `folder`, in which it is kept."""
     if documents.found:
         return
@@ -106,7 +108,7 @@ def survey(folder: Path, documents: Documents) -> None:
         documents.survey()
         documents.save(folder)
 
-    fill(folder, lambda folder: (folder / SURVEY).is_file(), read, copy)
+    fill(folder, f"a survey of {documents.where}", say, lambda folder: (folder / SURVEY).is_file(), read, copy)
     documents.load(folder)
 
 

@@ -49,7 +49,8 @@ def write_parts(
         for (start, end), part in zip(found.ranges, _parts(folder, number, found), strict=True):
             with claimed(part) as is_ours:
                 if is_ours:
-                    is_last = end == found.documents  # to the end of the source: it may have become another one
+                    # To the end of the source: it may have become another one, or have two texts of each document.
+                    is_last = end == found.documents
                     _write_part(part, islice(texts, start - at, None if is_last else end - at), tokenizer)
                     at = end
             say(f"tokenised {behind + end:,} document{'s' * (behind + end != 1)}", now_and_then=True)

@@ -7,7 +7,9 @@ collective or comes out of one, or ends a step. A stage stands still when none o
 are made tokens say, nobody looks.
 
 The one to blame is one that does not even write any more: it is stopped, or its disk hangs. Else it is one that went
-into the fewest collectives, for all go into the same ones in the same order, and of those one that does not wait. No
+into the fewest collectives, for all go into the same ones in the same order, and of those one that does not wait.
+
+Where files cannot be written or read, a process says once that this cannot be told, and why; no training ends of it. No
 torch.
 """
 
@@ -20,6 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from rlhf.data.errors import named_error, of_file
+from rlhf.stages.secrets import mask
 from rlhf.stages.signals import is_alive
 
 SECONDS_BETWEEN_WORDS = 2.0
@@ -76,6 +80,7 @@ class Watchdog:
         self._place = Place(rank, socket.gethostname(), os.getpid(), time.time())
         self._written: Place | None = None
         self._moved = time.monotonic()  # which a machine that sleeps does not count
+        self._has_warned = False
 
     @property
     def name(self) -> str:
@@ -85,8 +90,10 @@ class Watchdog:
         """Say that this process is there."""
         global _current
         _current = self
-        with suppress(OSError):
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._warn_of_writing(error)
         self._write()
 
     def move(self, phase: str | None = None, step: int | None = None) -> None:
@@ -130,17 +137,30 @@ class Watchdog:
         # The launcher ends all as soon as one has told: that is to be one that can say where in its code it hangs.
         if now - self._moved < self.limit + (self.interval if self._place.waits else 0.0):
             return None
-        places = self.places()
-        all_stand = all(time.time() - place.since >= self.limit for place in places if place.rank != self._place.rank)
-        return self._of_a_standstill(places) if all_stand and len(places) == self.num_processes else None
+        places, unread = self._read()
+        if any(time.time() - place.since < self.limit for place in places if place.rank != self._place.rank):
+            return None
+        if not unread:
+            return self._of_a_standstill(places)
+        stands = f"{self._place.name} has not moved for {_duration(now - self._moved)}"
+        self._warn(f"{stands}, and which process hangs cannot be told: {unread[0]}; it goes on waiting")
+        return None
 
     def places(self) -> list[Place]:
         """Where all processes were when they last wrote it down, as far as their files can be read."""
-        found = []
-        for rank in range(self.num_processes):
-            with suppress(OSError, ValueError, TypeError):
-                found.append(Place(**json.loads((self.folder / f"{rank}.json").read_text(encoding="utf-8"))))
-        return found
+        return self._read()[0]
+
+    def _read(self) -> tuple[list[Place], list[str]]:
+        """The same, and why other files cannot be read."""
+        found, unread = [], []
+        for path in (self.folder / f"{rank}.json" for rank in range(self.num_processes)):
+            try:
+                found.append(Place(**json.loads(path.read_text(encoding="utf-8"))))
+            except OSError as error:
+                unread.append(of_file(error))
+            except (ValueError, TypeError) as error:
+                unread.append(f"{path}: {named_error(error)}")
+        return found, unread
 
     def dead(self) -> Place | None:
         """A process of this machine that has ended without coming to the end of the stage."""
@@ -178,14 +198,30 @@ class Watchdog:
         )
 
     def _write(self) -> None:
-        """Replace our file whole; a full disk does not matter here, and is told of where something is lost by it."""
+        """Replace our file whole. Where that fails nothing is lost but what the others know of us."""
         place = self._place
         path = self.folder / f"{place.rank}.json"
-        with suppress(OSError):
-            text = json.dumps(asdict(replace(place, seen=time.time())))
+        text = json.dumps(asdict(replace(place, seen=time.time())))
+        try:
             path.with_suffix(".new").write_text(text, encoding="utf-8")
             os.replace(path.with_suffix(".new"), path)
+        except OSError as error:
+            error.filename = str(path)  # the name that people know
+            self._warn_of_writing(error)
+        else:
             self._written = place
+
+    def _warn_of_writing(self, error: OSError) -> None:
+        said = f"{self._place.name} cannot write where it is: {of_file(error)}"
+        self._warn(f"{said}; training goes on, but should a process hang, which one cannot be told")
+
+    def _warn(self, text: str) -> None:
+        """Say, the first time, that who hangs cannot be told. Not at the end of a stage, which removes these files."""
+        if self._has_warned or os.path.exists(self.folder.parents[1] / "manifest.json"):
+            return
+        self._has_warned = True
+        with suppress(OSError, ValueError):  # standard output may be closed
+            print(mask(f"warning: {text}"), flush=True)
 
 
 def _behind(places: list[Place]) -> list[Place]:

@@ -72,7 +72,7 @@ class Comparison:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Columns and rows for a terminal: what differs, then the main metrics of each stage."""
-        rows = [[name, *(_short(value) for value in values)] for name, values in self.settings]
+        rows = [[name, *values] for name, values in self.settings]
         for stage, lines in self.metrics.items():
             for line in lines:
                 if line["main"]:
@@ -226,10 +226,6 @@ def _text(value: Any) -> str:
     if value is _MISSING:
         return "–"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= 40 else f"{value[:39]}…"
 
 
 def _line(name: str, values: list[Any], main: bool) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ What comes out has the types, the keys and the range that all code of the report
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
@@ -261,24 +262,23 @@ class Variant(BaseModel):
     error: str | None = None
 
 
-class Fit(BaseModel):
-    """Of a power law."""
-
-    exponent: Number
-    log10_constant: Number
-    r_squared: Number
+def _of_usual_size(law: PowerLaw) -> PowerLaw:
+    for name, value in asdict(law).items():
+        if not is_told(value):
+            raise ValueError(f"{name} is no number that was measured")
+    return law
 
 
 class Part(BaseModel):
     """Losses over parameters, tokens or compute, and the line through them."""
 
     points: list[tuple[Positive, Positive]]
-    fit: Fit | None = None
+    fit: Annotated[PowerLaw, AfterValidator(_of_usual_size)] | None = None
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> "Part":
         """No point of the line is too high."""
-        law = PowerLaw(**self.fit.model_dump()) if self.fit else None
+        law = self.fit
         if law and not all(abs(law.exponent * (law.log10_constant - math.log10(x))) < 100 for x, _ in self.points):
             raise ValueError("its fit is far from its points")
         return self

@@ -24,7 +24,7 @@ from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, EvaluationFailed, Figures, Row, short_hash
 from rlhf.stages.evaluation.subjects import find_subjects
 from rlhf.stages.evaluation.tasks import run_tasks, task_manager
-from rlhf.stages.runtime import be_quiet
+from rlhf.stages.logs import be_quiet
 
 Answers = Mapping[str, list[list[Answer]]]
 """Of each model, to each prompt [P,m]."""

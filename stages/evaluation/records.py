@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
+from rlhf.data.errors import plain_words
+
 FIGURES, ANSWERS = "evaluation.json", "evaluation.jsonl"
 """In the run folder: the figures, and the answers of the models side by side."""
 NAMES = ("base", "sft", "ppo")
@@ -185,7 +187,7 @@ def _parse(text: bytes, kind: type[BaseModel], number: int | None = None) -> tup
         worst = error.errors()[0]
         key = ".".join(map(str, worst["loc"])) or ("the whole line" if number else "the whole file")
         place = f" line {number}: {key}" if number else f": {key}"
-        raise Damaged(f"{place} is damaged, or of another version ({worst['msg']})") from error
+        raise Damaged(f"{place} is damaged, or of another version ({plain_words(worst['msg'])})") from error
     except (ValueError, RecursionError) as error:  # more digits or deeper nesting than Python reads
         raise Damaged(f" line {number}: is damaged ({error})" if number else f": is damaged ({error})") from error
 

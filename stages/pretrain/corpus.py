@@ -54,8 +54,14 @@ def prepare(run: Runtime[PretrainSettings]) -> Corpus:
             trained = cache.folder(kind, kind="tokenizer-")
             if not _has_tokenizer(trained):
                 run.say("making a tokenizer from the text")
-                cache.survey()
-                fill(trained, _has_tokenizer, lambda folder: _make_tokenizer(folder, documents, settings))
+                cache.survey(run.say)
+                fill(
+                    trained,
+                    f"a tokenizer from {documents.where}",
+                    run.say,
+                    _has_tokenizer,
+                    lambda folder: _make_tokenizer(folder, documents, settings),
+                )
             tokenizer = load_tokenizer(str(trained))
         else:
             tokenizer = existing_tokenizer(settings)

@@ -137,14 +137,25 @@ def test_a_broken_byte_in_a_folder_is_named_by_file_and_place(tmp_path: Path) ->
         list(Documents(Wanted([TextSource(path=str(tmp_path))]), "pretrain"))
 
 
-def test_equal_documents_alone_leave_nothing_to_hold_out(world: World) -> None:
-    with pytest.raises(DataError, match=r"pretrain\.data: 2 rows to train on and 0 to evaluate on; at least one"):
-        list(Documents(Wanted([world.write("a", "a")]), "pretrain"))
+def test_equal_documents_alone_are_each_cut_as_a_single_one_is(world: World) -> None:
+    equal = ["0123456789"] * 2
+    assert sides(Wanted([world.write(*equal)])) == (["01234567"] * 2, ["89"] * 2)
+    assert sides(Wanted([world.write(*equal)], deduplicate="exact")) == (["01234567"], ["89"])
+    assert sides(Wanted([world.write(*equal), world.write(*equal)])) == (["01234567"] * 4, ["89"] * 4)
+
+
+def test_equal_documents_beside_another_are_on_one_side_of_the_split(world: World) -> None:
+    texts = ["0123456789", "0123456789", "abcdefghij"]
+    train, held_out = sides(Wanted([world.write(*texts)]))
+    assert sorted(train + held_out) == texts
+    assert not set(train) & set(held_out)
 
 
 def test_filters_that_leave_nothing_are_named(world: World) -> None:
     wanted = Wanted([world.write("a", "bb")], min_document_length=9)
-    with pytest.raises(DataError, match=r"0 rows to train on.*\. data: kept 0 of 2 documents; 2 × shorter than 9 ch"):
+    with pytest.raises(
+        DataError, match=r"pretrain\.data: no document is left.*\. data: kept 0 of 2 documents; 2 × shorter than 9 ch"
+    ):
         Documents(wanted, "pretrain").survey()
 
 

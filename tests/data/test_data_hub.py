@@ -13,8 +13,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled, RemoteEntryNotFoundErro
 from rlhf.data import hub
 from rlhf.data.errors import SettingsError
 from rlhf.data.lengths import tokens
+from rlhf.stages.logs import be_quiet
 from rlhf.stages.models import read_tokenizer
-from rlhf.stages.runtime import be_quiet
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from once import make_once
 from pipeline_world import ROWS, FakeStages, write_recipe, write_rows
 
 from rlhf.pipeline import cli, evaluation, launch, report
+from rlhf.pipeline import init as init_module
 from rlhf.stages.artifact import STAGES
 
 make_once()
@@ -51,6 +52,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         reward={"data": "rankings.jsonl", "learning_rate": 0.001},
         ppo={"data": "prompts.jsonl"},
     )
+    return tmp_path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory of a machine without a GPU, for `rlhf init`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init_module, "visible_gpus", lambda: 0)
     return tmp_path
 
 

@@ -1,5 +1,6 @@
 """Stages in processes of their own: the command, how the result is read, and what a signal does."""
 
+import fcntl
 import json
 import os
 import signal
@@ -7,7 +8,8 @@ import socket
 import subprocess
 import sys
 import textwrap
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from forking import fork
 from launching import start_by_forking
+from pipeline_world import FakeStages
 
 from rlhf.data.errors import RefusedError
 from rlhf.pipeline import launch
@@ -36,8 +39,13 @@ tell("running")
 """
 
 
+RUN = Path("run")
+"""The run folder; the stage of these tests has the working directory for its own."""
+
+
 @pytest.fixture
 def recipe(world: Path) -> Recipe:
+    RUN.mkdir()
     return load_recipe("recipe.yaml")
 
 
@@ -62,7 +70,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, ending: str) -> 
     """Run a stage whose process does `ending`."""
     monkeypatch.setattr(launch, "stays_in_process", lambda *_: False)
     monkeypatch.setattr(launch, "command", lambda *_: ([sys.executable, "-c", STAGE + textwrap.dedent(ending)], {}))
-    with held(Path(), 0) as lock:
+    with held(RUN, 0) as lock:
         launch.run_stage("sft", Path(), recipe, lock)
 
 
@@ -142,6 +150,93 @@ def test_the_status_file_decides_and_not_the_code(recipe: Recipe, monkeypatch: p
         run_script(monkeypatch, recipe, "tell('refused', 'row 3'); sys.exit(2)")
     with pytest.raises(RunFailed, match="ended with code -9 and left no message"):
         run_script(monkeypatch, recipe, "os.kill(os.getpid(), signal.SIGKILL)")
+
+
+@contextmanager
+def another_trains_in(folder: Path) -> Iterator[None]:
+    """A folder as it is while another process trains in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    yield
+    os.close(descriptor)
+
+
+def refusal(folder: Path) -> str:
+    return f"{folder}: another process is training in it; wait until it is done, or use another folder"
+
+
+def test_a_stage_by_hand_is_refused_beside_a_run_that_trains_it_in_its_own_process(
+    world: Path, stages: FakeStages, rlhf: Callable[..., tuple[int, str, str]]
+) -> None:
+    """And a folder is free again when its stage is done, for the next attempt too, while the run goes on."""
+    folders: list[Path] = []
+
+    def start_by_hand(folder: Path) -> None:
+        folders.append(folder)
+        words = [sys.executable, "-m", "rlhf.stages.sft", str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (2, f"error: {refusal(folder)}\n")
+        if len(folders) == 1:
+            raise OSError("no room")
+
+    def look_back(_: Path) -> None:
+        with another_trains_in(folders[0]):
+            pass
+
+    stages.in_stage = {"sft": start_by_hand, "reward": look_back}
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 1
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 0
+    assert folders[0] == folders[1]
+    assert stages.trained == ["pretrain", "sft", "sft", "reward", "ppo"]
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_run_is_refused_beside_a_stage_by_hand_and_takes_nothing_of_it_away(
+    world: Path,
+    stages: FakeStages,
+    rlhf: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    in_process: bool,
+) -> None:
+    """Whether it would train the stage in its own process or not."""
+
+    def fail(_: Path) -> None:
+        raise OSError("no room")
+
+    stages.in_stage["sft"] = fail
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 1
+    (folder,) = RUN.glob("sft-*")
+    stages.in_stage.clear()
+    files = {name: (folder / name).read_text() for name in ("status.json", "error.log")}
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "stays_in_process", lambda *_: in_process)
+        patch.setattr(launch, "command", lambda *_: pytest.fail("it was started"))
+        with another_trains_in(folder):
+            code, _out, err = rlhf("run", "recipe.yaml", "--run-dir", "run")
+    assert (code, err) == (2, f"error: {refusal(folder)}\n")
+    assert {name: (folder / name).read_text() for name in files} == files
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 0
+
+
+def test_a_run_is_refused_where_a_stage_by_hand_came_while_its_launcher_started(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the files there tell is of that one."""
+    (folder := RUN / "sft-1").mkdir()
+    words = [sys.executable, "-m", "rlhf.stages.sft", str(folder)]
+    with ExitStack() as stack:
+
+        def come_first(*_: Any) -> tuple[list[str], dict[str, str]]:
+            stack.enter_context(another_trains_in(folder))
+            (folder / "status.json").write_text('{"state": "running"}')
+            return words, {}
+
+        monkeypatch.setattr(launch, "stays_in_process", lambda *_: False)
+        monkeypatch.setattr(launch, "command", come_first)
+        with held(RUN, 0) as lock, pytest.raises(RefusedError) as refused:
+            launch.run_stage("sft", folder, recipe, lock)
+    assert str(refused.value) == refusal(folder)
+    assert [path.name for path in folder.iterdir()] == ["status.json"]
 
 
 def test_a_status_of_an_earlier_attempt_is_not_believed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +343,7 @@ def run_group(world: Path, kill_launcher: bool) -> None:
     """A run's part: a stage of two processes, and what ends it."""
     os.chdir(world)
     start_by_forking()
+    RUN.mkdir()
     two = load_recipe("recipe.yaml", ["num_processes=2"])
     words, environment = launch.command("sft", Path(), two)
     launch.command = lambda *_: ([*words[:-3], "-m", "fake_stage"], environment)
@@ -265,7 +361,7 @@ def run_group(world: Path, kill_launcher: bool) -> None:
         os.kill(groups[0], signal.SIGKILL) if kill_launcher else os.kill(os.getpid(), signal.SIGTERM)
 
     Thread(target=end, daemon=True).start()
-    with held(Path(), 0) as lock, pytest.raises(RunFailed if kill_launcher else SystemExit):
+    with held(RUN, 0) as lock, pytest.raises(RunFailed if kill_launcher else SystemExit):
         launch.run_stage("sft", Path(), two, lock)
 
 
@@ -286,7 +382,7 @@ def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(
             Path("watched").touch()
             yield
     launch._watched = told
-    with held(Path(), 0) as lock:
+    with held(Path("run"), 0) as lock:
         launch.run_stage("sft", Path(), load_recipe("recipe.yaml"), lock)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(run)])
@@ -294,5 +390,5 @@ def test_kill_9_of_the_run_stops_its_stage_and_frees_the_folder_when_it_is_gone(
     assert appears(Path("watched"))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with held(Path(), patience=120):
+    with held(RUN, patience=120):
         assert json.loads(Path("status.json").read_text())["state"] == "stopped"

@@ -44,7 +44,8 @@ def test_each_source_is_read_as_the_stage_reads_it(world: Path, stages: FakeStag
     with pytest.raises(DataError, match="all answers tied"):
         run("reward.data=tied.jsonl")
     assert stages.trained == []
-    run("reward.data=tied.jsonl", "reward.ties=soft", "ppo.ptx_coef=1", "ppo.ptx_data=text.jsonl")
+    ptx = ("ppo.ptx_coef=1", "ppo.ptx_data=text.jsonl", "ppo.ptx_block_size=8")
+    run("reward.data=tied.jsonl", "reward.ties=soft", *ptx)
     assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
 
 
@@ -128,7 +129,7 @@ def test_text_is_counted_out_source_by_source_before_anything_trains(world: Path
     assert any(line.startswith("pretrain.data[1]: kept 1 of 3 rows; 1 ×") for line in said)
     with pytest.raises(DataError, match=r"more\.jsonl row 2: .*kept 1 of 3 rows"):
         run("ppo.ptx_coef=1", "ppo.ptx_data=more.jsonl")
-    said = run("ppo.ptx_coef=1", "ppo.ptx_data=more.jsonl", "ppo.max_dropped=0.5")
+    said = run("ppo.ptx_coef=1", "ppo.ptx_data=more.jsonl", "ppo.ptx_block_size=4", "ppo.max_dropped=0.5")
     assert any(line.startswith("ppo.ptx_data: kept 1 of 3 rows; 1 ×") for line in said)
 
 
@@ -141,18 +142,40 @@ def test_text_that_streams_is_left_to_the_stage_which_downloads_it_once(
     assert stages.trained[0] == "pretrain"
 
 
-def test_text_of_which_nothing_can_be_held_out_is_refused(world: Path, stages: FakeStages) -> None:
+def test_text_of_which_nothing_is_left_is_refused(world: Path, stages: FakeStages) -> None:
     write_rows(Path("text.jsonl"), [{"text": "same"}, {"text": "same"}])
-    with pytest.raises(
-        DataError, match=r"pretrain\.data: 2 rows to train on and 0 to evaluate on; at least one of each"
-    ):
-        run()
     write_rows(Path("eval.jsonl"), [{"text": "same"}])
-    with pytest.raises(DataError, match=r"0 rows to train on and 1 to evaluate on.*2 × in eval_data"):
+    with pytest.raises(DataError, match=r"pretrain\.data: no document is left to train on.*2 × in eval_data"):
         run("pretrain.eval_data=eval.jsonl")
-    with pytest.raises(DataError, match=r"0 rows to train on and 0 to evaluate on.*2 × shorter than 9 characters"):
+    with pytest.raises(DataError, match=r"no document is left to train on.*2 × shorter than 9 characters"):
         run("pretrain.min_document_length=9")
     assert stages.trained == []
+
+
+def test_equal_documents_alone_are_enough_for_pretraining_and_its_gradients_in_ppo(
+    world: Path, stages: FakeStages
+) -> None:
+    write_rows(Path("text.jsonl"), [{"text": "same words"}, {"text": "same words"}])
+    run("ppo.ptx_coef=1", "ppo.ptx_data=${pretrain.data}", "ppo.ptx_block_size=8")
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
+
+
+@pytest.mark.parametrize("text", ["short.jsonl", "${pretrain.data}"])
+def test_text_that_fills_no_block_of_ppo_is_refused_before_anything_trains(
+    world: Path, stages: FakeStages, text: str
+) -> None:
+    for name in ("short.jsonl", "text.jsonl"):  # of nine characters the last is held out, the others are nine bytes
+        write_rows(Path(name), [{"text": "naïve one"}])
+    fields = ("ppo.ptx_coef=1", f"ppo.ptx_data={text}")
+    message = (
+        r"^ppo\.ptx_data: (short|text)\.jsonl: without what is held out it gives 11 tokens at most, one a byte, but a "
+        r"block needs 12; use more text, or a smaller ppo\.ptx_block_size$"
+    )
+    with pytest.raises(DataError, match=message):
+        run(*fields, "ppo.ptx_block_size=11")
+    assert stages.trained == []
+    run(*fields, "ppo.ptx_block_size=10")
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
 
 
 def test_minhash_without_rensa_is_refused_before_anything_trains(

@@ -26,6 +26,10 @@ def test_a_misspelt_setting_names_the_nearest_one(world: Path) -> None:
     assert "did you mean 'reward'?" in refusal("rewards.data=x")
 
 
+def test_a_value_where_a_section_belongs_is_told_without_names_of_classes(world: Path) -> None:
+    assert refusal("sft.lora=3") == "sft.lora: input should be a valid dictionary (found 3)"
+
+
 def test_all_mistakes_are_told_at_once(world: Path) -> None:
     message = refusal("ppo.kl_coeff=1", "sft.learning_rate=fast")
     assert "ppo: no setting 'kl_coeff'" in message

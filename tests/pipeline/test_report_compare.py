@@ -205,6 +205,13 @@ def test_what_cannot_be_compared_is_refused(
     assert said in err
 
 
+def test_long_values_are_printed_whole_since_they_may_differ_in_the_end(rlhf: Rlhf, runs: tuple[Path, Path]) -> None:
+    paths = [f"/data/projects/assistant/people/rankings-v{number}.jsonl" for number in (1, 2)]  # of 49 characters
+    for run_dir, path in zip(runs, paths, strict=True):
+        (run_dir / "recipe.yaml").write_text(f"ppo: {{data: {path}}}\n", encoding="utf-8")
+    assert ["ppo.data", *paths] in [line.split() for line in rlhf("report", "a", "b")[1].splitlines()]
+
+
 def test_three_runs_may_have_stages_that_others_lack(runs: tuple[Path, Path], tmp_path: Path) -> None:
     third = make_run(tmp_path / "c", list(METRICS))
     comparison = Comparison([*runs, third])

@@ -184,6 +184,9 @@ def test_a_damaged_file_is_told_of_in_its_part_of_the_page_and_all_else_is_drawn
     ("sft-0123abcd/manifest.json", ("settings", "rollout_batch_size"), "x"),
     ("sweep.json", ("scaling", "tokens", "points", 0), [0.0, 1.0]),
     ("sweep.json", ("scaling", "tokens", "fit", "exponent"), 1e99),
+    ("sweep.json", ("scaling", "tokens", "fit", "r_squared"), 1e101),
+    ("sweep.json", ("scaling", "tokens", "fit"), 5),
+    ("summary.json", ("stages", "sft"), 5),
 ])  # fmt: skip
 def test_a_value_that_cannot_be_drawn_is_named_by_its_key(
     run_dir: Path, rlhf: Rlhf, file: str, place: tuple[Any, ...], value: Any, quick: None
@@ -197,6 +200,7 @@ def test_a_value_that_cannot_be_drawn_is_named_by_its_key(
     assert code == 0
     assert re.match(rf"warning: {re.escape(str(run_dir / file))}: .*(is|are) damaged.*\n\Z", err)
     assert str(place[-2 if isinstance(place[-1], int) else -1]) in err or place[0] in ("scaling", "compared")
+    assert "instance" not in err  # of a class of ours, which says nothing to people
 
 
 def test_a_part_of_which_nothing_can_be_drawn_says_why(run_dir: Path, rlhf: Rlhf, undrawn: None) -> None:

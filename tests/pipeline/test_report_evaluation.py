@@ -141,6 +141,10 @@ def test_the_command_warns_of_an_evaluation_that_it_leaves_out(tmp_path: Path, r
     for text, what in (
         (json.dumps(whole, indent=1)[:40], " line 4: is damaged ("),
         (json.dumps(whole | {"models": []}), ": models is damaged, or of another version ("),
+        (
+            json.dumps(whole | {"models": {"sft": 3}}),
+            ": models.sft is damaged, or of another version (Input should be a valid dictionary)",
+        ),
         (json.dumps(whole | {"pairs": [PAIR | {"wins": "x"}]}), ": pairs.0.wins is damaged"),
     ):
         path.write_text(text, encoding="utf-8")

@@ -44,6 +44,17 @@ def test_where_not_even_words_fit_each_row_is_told_by_itself_and_nothing_is_cut(
     ]  # fmt: skip
 
 
+def test_without_a_terminal_each_row_is_one_line_however_wide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line break in somebody's text is written as Python writes it, and so is what a terminal would obey."""
+    monkeypatch.setenv("COLUMNS", "40")
+    show_table(("name", "value"), [("long", "word " * 60 + "end"), ("a\nb", "one\r\ntwo\u2028three\x1b[2J\n")])
+    assert capsys.readouterr().out.split("\n") == [
+        "name  value", f"long  {'word ' * 60}end", r"a\nb  one\r\ntwo\u2028three\x1b[2J\n", ""
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [(999.4, "999"), (999.7, "1,000"), (-999.6, "-1,000"), (0.5, "0.500"), (12, "12")]
 )

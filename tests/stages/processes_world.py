@@ -1,9 +1,12 @@
 """A few processes of one group."""
 
+import fcntl
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import forking
@@ -22,6 +25,25 @@ def in_processes(number: int, folder: Path, function: Callable[..., Any], *argum
         _run, (number, forking.free_port(), folder, function, arguments), nprocs=number, start_method="forkserver"
     )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(number)]
+
+
+@contextmanager
+def held_until(told: Event, lock: Path, how: int) -> Iterator[None]:
+    """Somebody else has the lock until we are told so, or have been waiting in silence for long."""
+    with lock.open("a+") as file:
+        fcntl.flock(file, how)
+
+        def let_go() -> None:
+            told.wait(10)
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+        other = Thread(target=let_go)
+        other.start()
+        try:
+            yield
+        finally:
+            told.set()
+            other.join()
 
 
 def become_rank(rank: int, port: int, number: int = 2) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.data.errors import RefusedError
 from rlhf.stages import entry
 from rlhf.stages.artifact import Identity, seal
 
@@ -81,7 +82,8 @@ def test_a_folder_that_cannot_be_locked_is_trained_in_all_the_same(
     monkeypatch.delenv("RLHF_RUN", raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(what, refuse)
-        entry._stay_alone(tmp_path)
+        with entry.alone_in(tmp_path):
+            pass
     assert len(asked) == 1
     monkeypatch.setattr("fcntl.flock", refuse)
     (folder := tmp_path / "sft").mkdir()
@@ -101,3 +103,27 @@ def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path) -> 
     assert done.stdout == "2 False\n"
     cure = "wait until it is done, or use another folder"
     assert done.stderr == f"error: {tmp_path}: another process is training in it; {cure}\n"
+
+
+def test_a_folder_is_free_when_its_stage_has_ended_though_a_helper_of_it_lives_on(tmp_path: Path) -> None:
+    """As one that loads rows, which is forked with all that is open. Within, the folder may be entered once more."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    other = os.open(tmp_path, os.O_RDONLY)
+    heard, end = os.pipe()
+    with entry.alone_in(tmp_path):
+        if (helper := os.fork()) == 0:
+            os.close(end)
+            os.read(heard, 1)
+            os._exit(0)
+        with entry.alone_in(tmp_path / "link"):
+            pass
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with pytest.raises(RefusedError), entry.alone_in(tmp_path):
+        pass
+    for descriptor in (other, end, heard):
+        os.close(descriptor)
+    os.waitpid(helper, 0)
+    with entry.alone_in(tmp_path):
+        pass

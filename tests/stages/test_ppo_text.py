@@ -1,6 +1,7 @@
 """The raw text of PPO's pretraining gradients: made into ids once for all processes and stages, read from a file."""
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ def test_too_little_text_is_refused_by_the_name_of_its_setting(tmp_path: Path, g
     text.write_text(json.dumps({"text": "abc"}) + "\n")
     with pytest.raises(DataError, match=r"^ppo\.ptx_data: the text gives 3 tokens"):
         read(tmp_path / "run" / "ppo", given, text)
-    text.write_text((json.dumps({"text": "abc"}) + "\n") * 2)
-    with pytest.raises(DataError, match=r"^ppo\.ptx_data: 2 rows to train on and 0 to evaluate on"):
-        read(tmp_path / "run" / "ppo", given, text)
+
+
+@pytest.mark.parametrize("part", [1000, 20])  # characters: all documents, or two
+def test_of_equal_documents_alone_each_is_learned_but_for_its_end(
+    tmp_path: Path, given: dict[str, str], part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PART", part)
+    text = tmp_path / "equal.jsonl"
+    text.write_text((json.dumps({"text": "0123456789"}) + "\n") * 5)
+    found = read(tmp_path / "run" / "ppo", given, text)
+    assert list(found.tokens) == list(chain(*encode_documents(byte_tokenizer(), ["012345678"] * 5)))

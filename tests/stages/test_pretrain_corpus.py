@@ -1,14 +1,17 @@
 """From text to blocks: made once, made anew when anything changed that decides them, and recorded."""
 
+import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
+from processes_world import held_until
 from stages_world import block_rows, byte_tokenizer, tiny_policy
 
 from rlhf.data import documents
@@ -18,7 +21,7 @@ from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
 from rlhf.data.split import split_by_prompt
 from rlhf.data.tokens import encode_documents
-from rlhf.stages import token_cache, token_files
+from rlhf.stages import together, token_cache, token_files
 from rlhf.stages.disk import file_digest
 from rlhf.stages.pretrain import corpus as module
 from rlhf.stages.pretrain.config import PretrainSettings
@@ -227,7 +230,7 @@ def test_parts_that_another_process_is_at_are_left_to_it_and_change_nothing(
     (shared := folder / "shared").mkdir()
     ours, theirs = Documents(wanted, "pretrain"), Documents(wanted, "pretrain")
     for documents_of in (ours, theirs):
-        token_cache.survey(folder / "text", documents_of)
+        token_cache.survey(folder / "text", documents_of, print)
     at_work = [shared / "parts" / f"00000-{start:012}-{start + 5:012}.json" for start in (5, 30)]
     at_work[0].parent.mkdir()
     with claimed(at_work[0]), claimed(at_work[1]):
@@ -246,11 +249,36 @@ def test_a_process_reads_nothing_of_a_text_whose_parts_are_all_taken(
 ) -> None:
     wanted = PretrainSettings.load({"data": str(folder / "rows.jsonl")}, "pretrain")
     first, late = Documents(wanted, "pretrain"), Documents(wanted, "pretrain")
-    token_cache.survey(folder / "text", first)
+    token_cache.survey(folder / "text", first, print)
     token_files.write_parts(folder, first, byte_tokenizer(), lambda *_, **__: None)
     monkeypatch.setattr(Documents, "_read", None)
-    token_cache.survey(folder / "text", late)
+    token_cache.survey(folder / "text", late, print)
     token_files.write_parts(folder, late, byte_tokenizer(), lambda *_, **__: None)
+
+
+def test_each_wait_for_another_process_is_told_with_what_it_makes(
+    folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    kept = folder / "run" / "tokens"
+    names = sorted((path.name for path in kept.iterdir() if path.is_dir()), key=lambda name: -len(name))
+    monkeypatch.setattr(together, "PATIENCE", 0.0)
+    made = ["a tokenizer from pretrain.data", "a survey of pretrain.data", "the tokens of pretrain.data"]
+    for name, what in zip(names, made, strict=True):
+        shutil.rmtree(kept)
+        kept.mkdir()
+        said: list[str] = []
+        told = Event()
+
+        def say(_: Any, text: str, now_and_then: bool = False, said: list[str] = said, told: Event = told) -> None:
+            if text.startswith("waiting"):
+                said.append(text)
+                told.set()
+
+        monkeypatch.setattr(Runtime, "say", say)
+        with held_until(told, kept / f".{name}.lock", fcntl.LOCK_EX):
+            make()
+        assert said == [f"waiting for another process, which makes {what} ({kept / name})"]
 
 
 def test_machines_that_share_no_folder_make_the_same_files_each_for_itself(

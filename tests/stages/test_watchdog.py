@@ -1,15 +1,17 @@
 """Processes of a stage that write down where they are; who is named when one dies or hangs."""
 
 import ast
+import errno
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,11 +154,9 @@ def test_before_there_is_a_training_state_nobody_looks_and_the_time_does_not_cou
     assert ours.look(training=True) is not None
 
 
-def test_of_processes_that_none_waits_where_it_is_seen_the_one_that_came_least_far_is_named(
-    tmp_path: Path, clock: list[float]
-) -> None:
+@contextmanager
+def fewer_collectives(ours: Watchdog, other: Watchdog, clock: list[float]) -> Iterator[None]:
     """On a GPU a process goes through collectives and waits later, where it wants a number."""
-    ours, other = some(tmp_path, 2)
     for each in (ours, other):
         each.move("the update", step=4)
         with each.collective("sum"):
@@ -165,41 +165,56 @@ def test_of_processes_that_none_waits_where_it_is_seen_the_one_that_came_least_f
         pass
     clock[0] = 20.0
     other.move("the update")
-    for each in (ours, other):
-        each.look(training=True)
-    clock[0] = 123.0
-    other.look(training=True)
-    said = ours.look(training=True)
-    assert said is not None
-    assert said.startswith("it stands still: rank 1 (pid")
-    assert "last collective sum, no. 1 (rank 0 is in the update after step 4, last collective max, no. 3)" in said
+    yield
 
 
-def test_a_process_that_has_a_step_less_behind_it_is_named_however_many_collectives_it_went_into(
-    tmp_path: Path, clock: list[float]
-) -> None:
-    ours, other = some(tmp_path, 2)
+@contextmanager
+def a_step_less(ours: Watchdog, other: Watchdog, clock: list[float]) -> Iterator[None]:
+    """However many collectives it went into."""
     with other.collective("sum"):
         pass
     ours.move(step=1)
-    for now in (0.0, 103.0):
-        clock[0] = now
-        other.look(training=True)
-        said = ours.look(training=True)
-    assert said is not None
-    assert said.startswith("it stands still: rank 1 (pid")
+    yield
 
 
-def test_what_a_process_does_by_itself_within_a_collective_is_no_waiting(tmp_path: Path, clock: list[float]) -> None:
-    ours, other = some(tmp_path, 2)
+@contextmanager
+def at_work_in_the_same_collective(ours: Watchdog, other: Watchdog, clock: list[float]) -> Iterator[None]:
+    """What a process does by itself within a collective is no waiting."""
     with ours.collective("checkpoint"), other.collective("checkpoint"), watchdog.at_work():  # the last that started
-        for now in (0.0, 103.0):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("so_far", "said_of_both"),
+    [
+        (
+            fewer_collectives,
+            "in the update after step 4, last collective sum, no. 1 (rank 0 is in the update after step 4, last "
+            "collective max, no. 3)",
+        ),
+        (a_step_less, "in loading after step 0, last collective sum, no. 1 (rank 0 is in loading after step 1)"),
+        (
+            at_work_in_the_same_collective,
+            "in loading after step 0, last collective checkpoint, no. 1 (rank 0 is in the collective checkpoint, "
+            "no. 1, in loading after step 0)",
+        ),
+    ],
+)
+def test_the_one_that_the_others_wait_for_is_named(
+    tmp_path: Path,
+    clock: list[float],
+    so_far: Callable[[Watchdog, Watchdog, list[float]], AbstractContextManager[None]],
+    said_of_both: str,
+) -> None:
+    ours, other = some(tmp_path, 2)
+    with so_far(ours, other, clock):
+        for now in (20.0, 123.0):
             clock[0] = now
             other.look(training=True)
             said = ours.look(training=True)
-        assert not other._place.waits
     assert said is not None
     assert said.startswith("it stands still: rank 1 (pid")
+    assert f"; it is {said_of_both}; if it was at work" in said
     assert not ours._place.waits
 
 
@@ -270,6 +285,100 @@ def test_where_a_process_cannot_be_heard_of_nobody_is_ended(tmp_path: Path, cloc
     for now in (300.0, 500.0):
         clock[0] = now
         assert ours.look(training=True) is None
+
+
+def fail(error: Exception) -> Callable[..., None]:
+    def failing(*_: Any, **__: Any) -> None:
+        raise error
+
+    return failing
+
+
+@pytest.mark.parametrize("what", ["mkdir", "write_text", "replace"])
+def test_where_a_process_cannot_write_where_it_is_it_says_so_once_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """And writes again as soon as it can. The folder may be impossible to make, a file to write or to put in place."""
+    ours = Watchdog(tmp_path, 1, 2, 100)
+    path = {"mkdir": ours.folder}.get(what, ours.folder / "1.json")
+    with monkeypatch.context() as patch:
+        error = OSError(errno.ENOSPC, "No space left on device", *([str(path)] if what == "mkdir" else []))
+        patch.setattr(os if what == "replace" else Path, what, fail(error))
+        ours.start()
+        for _ in range(3):
+            assert ours.look(training=True) is None
+    assert capsys.readouterr().out == (
+        f"warning: rank 1 (pid {os.getpid()} on {HOST}) cannot write where it is: {path}: No space left on device; "
+        "make room there; training goes on, but should a process hang, which one cannot be told\n"
+    )
+    ours.folder.mkdir(parents=True, exist_ok=True)
+    assert ours.look(training=True) is None
+    assert [place.rank for place in ours.places()] == [1]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_folder_that_goes_while_training_is_told_but_not_at_the_end_of_a_stage_that_removes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, other = some(tmp_path, 2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "manifest.json").touch()
+    assert ours.look(training=True) is None
+    assert capsys.readouterr().out == ""
+    (tmp_path / "manifest.json").unlink()
+    for _ in range(2):
+        assert other.look(training=True) is None
+    (line,) = capsys.readouterr().out.splitlines()
+    where = (
+        f"{tmp_path / 'checkpoints' / 'ranks' / '1.json'}: No such file or directory; look whether its folder is there"
+    )
+    assert line.startswith(f"warning: rank 1 (pid {os.getpid()} on {HOST}) cannot write where it is: {where}; ")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file or directory; look whether its folder is there"),
+        ("", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        ("[]", "TypeError: "),
+    ],
+)
+def test_in_a_standstill_of_which_a_file_cannot_be_read_that_is_said_once_and_nobody_is_ended(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str], content: str | None, why: str
+) -> None:
+    """No sooner: the others may go on."""
+    ours, _, third = some(tmp_path, 3)
+    path = tmp_path / "checkpoints" / "ranks" / "1.json"
+    path.unlink() if content is None else path.write_text(content)
+    clock[0] = 60.0
+    third.move("saving")
+    for now in (60.0, 110.0):
+        clock[0] = now
+        for each in (third, ours):
+            assert each.look(training=True) is None
+    assert capsys.readouterr().out == ""
+    for now in (160.0, 170.0):
+        clock[0] = now
+        assert ours.look(training=True) is None
+    (line,) = capsys.readouterr().out.splitlines()
+    begin = (
+        f"warning: rank 0 (pid {os.getpid()} on {HOST}) has not moved for 3 min, and which process hangs cannot be told"
+    )
+    assert line.startswith(f"{begin}: {path}: {why}")
+    assert line.endswith("; it goes on waiting")
+
+
+def test_a_warning_that_cannot_be_written_either_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    for number, error in enumerate(
+        (OSError(errno.ENOSPC, "No space left on device"), ValueError("I/O operation on closed file"))
+    ):
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=fail(error), flush=fail(error)))
+        found = Watchdog(tmp_path, number, 2, 100)
+        found.start()
+        assert found.look(training=True) is None
 
 
 def test_code_that_knows_of_no_watchdog_tells_the_one_that_is_there(tmp_path: Path) -> None:

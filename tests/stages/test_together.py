@@ -1,0 +1,50 @@
+"""Folders that several processes fill once: what is said to a person who waits for another."""
+
+import fcntl
+from pathlib import Path
+from threading import Event, current_thread
+
+import pytest
+from processes_world import held_until
+
+from rlhf.stages import together
+
+
+@pytest.mark.parametrize("how", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_who_waits_for_long_says_for_what_once_and_who_does_not_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int
+) -> None:
+    monkeypatch.setattr(together, "PATIENCE", 0.0)
+    folder, told, said = tmp_path / "abc", Event(), []
+
+    def say(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    def fill() -> None:
+        together.fill(folder, "the tokens of a.txt", say, lambda folder: (folder / "done").exists(), finish)
+
+    def finish(folder: Path) -> None:
+        (folder / "done").touch()
+
+    with held_until(told, tmp_path / ".abc.lock", how):  # it makes the folder whole alone, or is at a piece of it
+        fill()
+    assert said == [f"waiting for another process, which makes the tokens of a.txt ({folder})"]
+    assert (folder / "done").exists()
+    fill()
+    assert len(said) == 1
+
+
+def test_nobody_reading_what_is_said_does_not_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "PATIENCE", 0.0)
+    told, threads = Event(), []
+
+    def say(text: str) -> None:
+        threads.append(current_thread())
+        told.set()
+        raise BrokenPipeError
+
+    with held_until(told, tmp_path / ".abc.lock", fcntl.LOCK_EX):
+        together.fill(tmp_path / "abc", "tokens", say, lambda _: True, lambda _: None)
+    [thread] = threads
+    thread.join()  # an error in it would be a warning
