@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages.footprint import ATTENTION
+from rlhf.stages.footprint import ATTENTION, Fused
 from rlhf.stages.models import ScalarModel
 from rlhf.stages.profile import Cost, cost_of
 from rlhf.stages.settings import LoraSettings, why_uneven
@@ -103,7 +103,8 @@ class Phase:
     """Forward passes through a layer; a backward pass counts as two."""
     steps: float = 0.0
     """Layers times tokens that are decoded one after the other."""
-    compiled: bool = False
+    fused: Fused = None
+    """What is compiled."""
     sent: float = 0.0
     """Bytes that each process sends to others."""
     hidden: float = 0.0

@@ -26,7 +26,7 @@ from rlhf.stages.budget import (
 )
 from rlhf.stages.budget_parallel import phase_of, reading, sampling, updating
 from rlhf.stages.budget_sampling import decode, decoding, engine_of
-from rlhf.stages.footprint import Footprint, learn, traced
+from rlhf.stages.footprint import Footprint, Fused, learn, traced
 from rlhf.stages.models import PolicyModel, ScalarModel, fresh_head
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.layout import Roles, recompute_layers
@@ -103,7 +103,8 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     size, num = microbatches_of(settings, of_minibatch, *cut)
     ptx_size, num_ptx = _ptx_cut(settings, case)
     configs = [case.config, *([case.reward_config] if case.reward_config is not None else [])]
-    engine, compiled = engine_of(settings.rollout.engine, case), settings.compile and case.is_gpu
+    engine = engine_of(settings.rollout.engine, case)
+    fused: Fused = "layers" if settings.compile and case.is_gpu else None
 
     def run(configs: Sequence[PreTrainedConfig], footprint: Footprint) -> None:
         models = models_of(settings, case, configs)
@@ -116,7 +117,7 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
                 _score(footprint, settings, models, read_at_once)
             _update(footprint, settings, case, models, size, num, ptx_size)
 
-    moments = traced(configs, run, "layers" if compiled else None, settings.gradient_checkpointing)
+    moments = traced(configs, run, fused, settings.gradient_checkpointing)
     with torch.device("meta"):
         models = models_of(settings, case, configs)
     learners: list[nn.Module] = [models.policy, *([models.critic] if models.critic else [])]
@@ -154,15 +155,16 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
         phase_of(
             "rollout", of_sampling, sampling_case, moments, times, sampling(models.policy.model, case, engine),
             **{name: rounds * work for name, work in of_rollout.items()}, beside=settings.rollout.one_step_off,
+            fused=fused,
         ),
         phase_of(
             "scoring", held, case, moments, times, reading(readers, case, num_read),
-            flops=max(map(sum, on_devices)), passes=num_read * max(map(len, on_devices)) * layers,
+            flops=max(map(sum, on_devices)), passes=num_read * max(map(len, on_devices)) * layers, fused=fused,
         ),
         phase_of(
             "update", without, case, moments, times,
             updating(models.learners, case, steps, num + num_ptx, others=readers[len(models.learners) :]),
-            flops=flops, passes=3 * steps * (num * len(learning) + num_ptx) * layers, compiled=compiled,
+            flops=flops, passes=3 * steps * (num * len(learning) + num_ptx) * layers, fused=fused,
         ),
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 
 from rlhf.stages.budget import GIB, Phase
 from rlhf.stages.devices import Device, known, named
+from rlhf.stages.footprint import Fused
 
 COMPILED, PLAIN, ON_CPU = 0.43, 0.30, 0.5
 """Share of a device's FLOP/s that products reach with what stands between them: compiled, not compiled, on a CPU."""
@@ -17,17 +18,19 @@ BANDWIDTH = 0.45
 """Share of a device's bandwidth that decoding reaches."""
 LINKS = 0.7
 """Share of the bandwidth between devices that is reached."""
-LAYER, DECODED = 3e-4, 8e-4
-"""Seconds that a layer takes however small it is, for Python and the launching of kernels: in a pass, and for a token
-that is decoded."""
+LAYER: dict[Fused, float] = {None: 1.5e-3, "layers": 8e-4, "all": 8e-4, "whole": 0.0}
+"""Seconds that a pass through a layer takes on a GPU however small it is, for Python and the launching of kernels, by
+what is compiled."""
+LAYER_ON_CPU, DECODED = 3e-4, 8e-4
+"""The same on a CPU, and for a token that transformers decodes."""
 
 
 def seconds(phase: Phase, device: Device, precision: str, num_processes: int = 1) -> float:
     """Of one time of a phase: what takes longest of products, memory and the launching of kernels, and of what is sent
     so much as is not hidden behind it."""
-    reached = (COMPILED if phase.compiled else PLAIN) if device.is_gpu else ON_CPU
+    reached = (COMPILED if phase.fused else PLAIN) if device.is_gpu else ON_CPU
     products = phase.flops / (device.flops[precision] * reached)
-    launching = 0.0 if phase.compiled else phase.passes * LAYER
+    launching = phase.passes * (LAYER[phase.fused] if device.is_gpu else LAYER_ON_CPU)
     decoding = max(phase.num_bytes / (device.bandwidth * BANDWIDTH), phase.steps * DECODED)
     work = max(products, launching) + decoding
     return work + max(sending(phase, device, num_processes) - phase.hidden * work, 0.0)

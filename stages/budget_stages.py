@@ -94,7 +94,7 @@ def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
     return [
         phase_of(
             "update", held, case, moments, settings.num_steps, updating([model], case, num=num), flops=flops,
-            passes=3 * num * num_layers(case.config), compiled=compiled,
+            passes=3 * num * num_layers(case.config), fused=fused,
         )
     ]  # fmt: skip
 
@@ -135,7 +135,8 @@ def sft(settings: SFTSettings, case: Case) -> list[Phase]:
         with footprint.of(model):
             learn(footprint, "update", {model: loss}, num)
 
-    moments = traced([case.config], run, "all" if compiled else None, bool(recompute))
+    fused: Fused = "all" if compiled else None
+    moments = traced([case.config], run, fused, bool(recompute))
     with torch.device("meta"):
         model = build(case.config)
         held, cost = Held().add(model), case.cost(model)
@@ -144,7 +145,7 @@ def sft(settings: SFTSettings, case: Case) -> list[Phase]:
     return [
         phase_of(
             "update", held, case, moments, times, updating([model], case, num=num), flops=flops,
-            passes=3 * num * num_layers(case.config), compiled=compiled,
+            passes=3 * num * num_layers(case.config), fused=fused,
         )
     ]  # fmt: skip
 
@@ -155,7 +156,7 @@ def reward(settings: RewardSettings, case: Case) -> list[Phase]:
     answers = case.num_answers + settings.num_sampled_answers
     packed = _packs(settings, case)
     size, num = _cut(settings, share, settings.max_length * answers, packed)
-    compiled = settings.compile and case.is_gpu
+    fused: Fused = "layers" if settings.compile and case.is_gpu else None
 
     def build(config: PreTrainedConfig) -> ScalarModel:
         model = scalar_of(config)
@@ -184,7 +185,7 @@ def reward(settings: RewardSettings, case: Case) -> list[Phase]:
         with footprint.of(model, *([lm_head] if lm_head else [])):
             learn(footprint, "update", {model.classifier: loss}, num)
 
-    moments = traced([case.config], run, "layers" if compiled else None)
+    moments = traced([case.config], run, fused)
     with torch.device("meta"):
         model = build(case.config)
         held, cost = Held().add(model), case.cost(model.classifier)
@@ -196,7 +197,7 @@ def reward(settings: RewardSettings, case: Case) -> list[Phase]:
     layers = num_layers(case.config)
     update = phase_of(
         "update", held, case, moments, times, updating([model.classifier], case, num=num), flops=flops,
-        passes=3 * num * layers, compiled=compiled,
+        passes=3 * num * layers, fused=fused,
     )  # fmt: skip
     if not settings.num_sampled_answers or settings.answers_from is not None:
         return [update]

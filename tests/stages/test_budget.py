@@ -197,15 +197,14 @@ def test_what_is_compiled_is_counted_as_its_stage_compiles_it(monkeypatch: pytes
     for module in (budget_ppo, budget_stages):
         monkeypatch.setattr(module, "traced", note)
     pretrain = PretrainSettings.load({**PRETRAIN, "compile": True}, "pretrain")
-    for of in (case("bf16"), case("bf16", 2), case("bf16", 2, "fsdp2")):
-        budget_stages.pretrain(pretrain, of)
+    stages = [budget_stages.pretrain(pretrain, of) for of in (case("bf16"), case("bf16", 2), case("bf16", 2, "fsdp2"))]
     sft = {**SFT, "model": "x", "compile": True}
     for more in ({}, {"args": {"activation_checkpointing": True}}):
-        budget_stages.sft(SFTSettings.load({**sft, **more}, "sft"), case("bf16"))
+        stages.append(budget_stages.sft(SFTSettings.load({**sft, **more}, "sft"), case("bf16")))
     ppo = ppo_settings(compile=True, gradient_checkpointing=True)
-    budget_ppo.ppo(ppo, case("bf16"))
-    budget_ppo.ppo(ppo, replace(case("bf16"), is_gpu=False))
+    stages += [budget_ppo.ppo(ppo, of) for of in (case("bf16"), replace(case("bf16"), is_gpu=False))]
     assert found == [
         ("whole", False), ("whole", False), ("layers", False), ("all", False), ("all", True), ("layers", True),
         (None, True),
     ]  # fmt: skip
+    assert [{phase.fused for phase in phases} for phases in stages] == [{fused} for fused, _ in found]

@@ -16,10 +16,10 @@ from rlhf.stages import budget_changes, budget_ppo, budget_recipe, devices, esti
 from rlhf.stages.adapters import save_head
 from rlhf.stages.budget import Phase
 from rlhf.stages.budget_recipe import Request, config_of
-from rlhf.stages.budget_seconds import BANDWIDTH, COMPILED, DECODED, LAYER, LINKS, PLAIN, seconds, sending
+from rlhf.stages.budget_seconds import BANDWIDTH, COMPILED, DECODED, LINKS, PLAIN, seconds, sending
 from rlhf.stages.devices import Device, named
 from rlhf.stages.estimate import answer
-from rlhf.stages.footprint import Moments
+from rlhf.stages.footprint import Fused, Moments
 
 H100 = named("h100")
 
@@ -275,11 +275,17 @@ DEVICE = Device("it", 10.0, {"fp32": 1e12, "bf16": 1e13}, 1e11)
 def test_seconds_are_operations_at_the_share_that_is_reached() -> None:
     phase = Phase("update", {}, 1, flops=6e12)
     assert seconds(phase, DEVICE, "bf16") == pytest.approx(6e12 / (1e13 * PLAIN))
-    assert seconds(replace(phase, compiled=True), DEVICE, "fp32") == pytest.approx(6e12 / (1e12 * COMPILED))
+    assert seconds(replace(phase, fused="layers"), DEVICE, "fp32") == pytest.approx(6e12 / (1e12 * COMPILED))
 
 
-def test_a_small_model_takes_the_time_to_launch_its_kernels() -> None:
-    assert seconds(Phase("update", {}, 1, flops=1e6, passes=100), DEVICE, "bf16") == 100 * LAYER
+@pytest.mark.parametrize(("fused", "each"), [(None, 1.5e-3), ("layers", 8e-4), ("all", 8e-4), ("whole", 0.0)])
+def test_a_small_model_takes_the_time_to_launch_its_kernels(fused: Fused, each: float) -> None:
+    phase = Phase("update", {}, 1, flops=1e6, passes=100, fused=fused)
+    assert seconds(phase, DEVICE, "bf16") == pytest.approx(100 * each or 1e6 / (1e13 * COMPILED))
+    assert seconds(phase, replace(DEVICE, is_gpu=False), "bf16") == pytest.approx(100 * 3e-4)
+
+
+def test_a_token_that_transformers_decodes_takes_the_time_to_launch_its_layers() -> None:
     assert seconds(Phase("rollout", {}, 1, num_bytes=1e3, steps=100), DEVICE, "bf16") == 100 * DECODED
 
 
