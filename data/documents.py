@@ -200,7 +200,7 @@ class Documents:
             if self.eval_sources:
                 yield False, text
             elif is_cut:
-                cut = int(len(text) * (1 - self.wanted.eval_share))
+                cut = max(int(len(text) * (1 - self.wanted.eval_share)), 1)
                 yield False, text[:cut]
                 yield True, text[cut:]
             else:

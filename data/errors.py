@@ -4,8 +4,9 @@ import errno
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class RefusedError(ValueError):
@@ -56,9 +57,12 @@ def of_file(error: OSError) -> str:
     return f"{shown}: {error.strerror or error}" + (f"; {cure}" if cure else "")
 
 
-def plain_words(message: str) -> str:
-    """Of pydantic, without names of our classes."""
-    return re.sub("^Value error, | or (an )?instance of .*", "", message)
+def plain_words(details: Mapping[str, Any]) -> str:
+    """What pydantic says of an error, one of `ValidationError.errors()`, without names of our classes."""
+    message: str = details["msg"]
+    if details["type"] == "value_error":  # one of ours
+        return message.removeprefix("Value error, ")
+    return re.sub(r" or (an )?instance of \w+$", "", message)
 
 
 def printable(text: str) -> str:

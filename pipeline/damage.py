@@ -16,7 +16,7 @@ def in_words(error: ValueError, number: int | None = None) -> str:
     if isinstance(error, ValidationError):
         worst = error.errors()[0]
         key = ".".join(map(str, worst["loc"])) or f"the whole {'line' if number else 'file'}"
-        return f"{place}: {key} is damaged, or of another version ({plain_words(worst['msg'])})"
+        return f"{place}: {key} is damaged, or of another version ({plain_words(worst)})"
     told = re.sub(r"EOF while parsing an? \w+", "it breaks off", str(error))
     told = told.replace("recursion limit exceeded", "it is nested too deeply")
     return f"{place}: is damaged ({told.replace('at line 1 column', 'at column') if number else told})"

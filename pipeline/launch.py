@@ -28,6 +28,7 @@ from rlhf.pipeline.processes import MARK, is_left, signal_all, signal_group
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.summary import stage_status
 from rlhf.stages import stopping
+from rlhf.stages.alone import alone_in
 from rlhf.stages.disk import replace_text
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code, handled, is_echo
@@ -65,14 +66,13 @@ def stays_in_process(recipe: Recipe, stage: str) -> bool:
 
 def run_stage(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
     """Run a stage in its folder to the end. Raises RefusedError, RunFailed or SystemExit(128 + signal)."""
-    entry = importlib.import_module("rlhf.stages.entry")  # here, for torch lies behind it
-    with entry.alone_in(folder):
+    with alone_in(folder):
         for name in ("status.json", ERROR_LOG):  # of an earlier attempt
             (folder / name).unlink(missing_ok=True)
         if stays_in_process(recipe, stage):
             _run_here(stage, folder)
             return
-    _launch(stage, folder, recipe, lock, entry.taken(folder))  # its first process takes the folder, to its own end
+    _launch(stage, folder, recipe, lock)  # its first process takes the folder
 
 
 def command(stage: str, folder: Path, recipe: Recipe) -> tuple[list[str], dict[str, str]]:
@@ -114,7 +114,7 @@ def _run_here(stage: str, folder: Path) -> None:
         stopping.close()
 
 
-def _launch(stage: str, folder: Path, recipe: Recipe, lock: int, taken: RefusedError) -> None:
+def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
     words, environment = command(stage, folder, recipe)
     seconds = _seconds_to_stop(stage, recipe)
     with told_to_others(words, environment, seconds, folder, read_config(recipe.config_of(stage))) as lost:
@@ -124,8 +124,9 @@ def _launch(stage: str, folder: Path, recipe: Recipe, lock: int, taken: RefusedE
     state, message = told.get("state"), told.get("message") or ""
     if state in ("done", "waiting") and not ended.received:
         sys.stderr.write(ended.said)  # warnings
-    elif str(taken) in ended.said and not ended.received:  # another came while the launcher started, and tells there
-        raise taken
+    elif not ended.received:
+        with alone_in(folder):  # or another one came while the launcher started, of which the files there tell
+            pass
     is_kept = state in ("done", "waiting", "refused", "stopped") or (folder / ERROR_LOG).exists()
     if ended.said and not ended.received and not is_kept:
         replace_text(folder / ERROR_LOG, f"{NO_TRACEBACK}\n\n{ended.said}")

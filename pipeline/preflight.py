@@ -165,8 +165,8 @@ def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
 
 
 def _refuse_less_than_a_block(documents: Documents, length: int) -> None:
-    """Refuse a text for ppo.ptx_data that fills no block of so many tokens, whatever the tokenizer; the stage counts
-    them. No more of the text is read than fills a block."""
+    """Refuse a text for ppo.ptx_data that fills no block of so many tokens, unless its tokenizer makes texts longer
+    first; the stage counts them. No more of the text is read than fills a block."""
     most = 0
     for text in documents.training():
         # A byte is a token at most. Beside the text there are eos and the space that some tokenizers put before it.

@@ -1,6 +1,5 @@
 """Tables on the terminal."""
 
-import re
 import sys
 from collections.abc import Sequence
 
@@ -20,8 +19,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _in_one_line(text: str) -> str:
-    """Line breaks and what else a terminal would obey, as Python writes them: \\n."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
+    """Line breaks and what else would do something to a terminal, as Python writes them: \\n."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 def _draw(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

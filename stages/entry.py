@@ -1,16 +1,14 @@
-"""What `-m rlhf.stages.STAGE FOLDER` does, which is how `accelerate launch` starts a stage; and the lock of a stage's
-folder, which a run takes as well."""
+"""What `-m rlhf.stages.STAGE FOLDER` does, which is how `accelerate launch` starts a stage."""
 
-import fcntl
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from rlhf.data.errors import RefusedError, Stopped
+from rlhf.stages.alone import alone_in
 from rlhf.stages.artifact import Artifact, refuse_finished
 from rlhf.stages.secrets import mask
 from rlhf.stages.streams import go_on_unread
@@ -32,49 +30,6 @@ def run_stage(stage: str) -> None:
             print(f"error: {mask(str(error))}", file=sys.stderr)
             raise SystemExit(2) from None
         _train(stage, folder)
-
-
-_ours: set[str] = set()
-"""Folders that this process has to itself."""
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Inside, have a stage's folder to this process, and those that it trains with; at most until it ends, however it
-    does. What it has already it may enter once more. Raises RefusedError where another process trains there."""
-    name = os.path.realpath(folder)
-    if name in _ours or (descriptor := _locked(folder)) is None:
-        yield
-        return
-    _ours.add(name)
-    try:
-        yield
-    finally:
-        _ours.remove(name)
-        with suppress(OSError):  # closing it is not enough where a forked helper has it open, too
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def taken(folder: Path) -> RefusedError:
-    """The refusal of a folder in which another process trains."""
-    return RefusedError(f"{folder}: another process is training in it; wait until it is done, or use another folder")
-
-
-def _locked(folder: Path) -> int | None:
-    """A descriptor with the lock, which the system drops with the process; None where there is none to be had."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # a folder that is not there, or may not be listed
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise taken(folder) from None
-        return None  # a file system without locks
-    return descriptor
 
 
 def _train(stage: str, folder: Path) -> None:

@@ -33,7 +33,7 @@ class Late:
 
     def add(self, step: int, numbers: Mapping[str, Tensor]) -> None:
         """A step was made; its numbers may still be in the making. All processes call it together."""
-        together, done = torch.stack([number.detach().float() for number in numbers.values()]), None
+        together, done = _together(numbers), None
         together = torch.cat([together, self.run.sum(self._flags())])
         copy = together.to("cpu", non_blocking=True)
         if together.is_cuda:  # the copy waits its turn here, not behind the next step
@@ -71,12 +71,16 @@ def decides_on_device(optimizer: Any) -> bool:
 
 def leave_out_if_bad(optimizer: Any, numbers: Mapping[str, Tensor]) -> None:
     """Let the next step of an optimizer that decides on the device change nothing if a number is not finite."""
-    getattr(optimizer, "optimizer", optimizer).found_inf = 1.0 - are_fine(numbers)
+    getattr(optimizer, "optimizer", optimizer).found_inf = (~are_finite(numbers)).float()
 
 
-def are_fine(numbers: Mapping[str, Tensor]) -> Tensor:
-    """1.0 on the device if all of a step's numbers are finite, else 0.0."""
-    return torch.isfinite(torch.stack([number.detach().float() for number in numbers.values()])).all().float()
+def are_finite(numbers: Mapping[str, Tensor]) -> Tensor:
+    """Whether all of a step's numbers are finite: a bool on the device."""
+    return torch.isfinite(_together(numbers)).all()
+
+
+def _together(numbers: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([number.detach().float() for number in numbers.values()])
 
 
 def step_if_fine(
@@ -93,6 +97,6 @@ def step_if_fine(
             optimizer.step()
             optimizer.zero_grad()
         return numbers
-    read = {name: number.item() for name, number in numbers.items()}
+    read = dict(zip(numbers, _together(numbers).tolist(), strict=True))
     take_step(run, optimizers, read)
     return {name: numbers[name] for name in read}

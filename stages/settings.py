@@ -260,8 +260,8 @@ def _problem(cls: type[BaseModel], where: str, details: ErrorDetails) -> str:
     if details["type"] == "missing":
         return f"{key}: not set; {_description(cls, loc)}"
     if details["type"] == "value_error":  # one of ours: it says what was found
-        return f"{key}: {details['msg'].removeprefix('Value error, ')}"
-    message = plain_words(details["msg"])
+        return f"{key}: {plain_words(details)}"
+    message = plain_words(details)
     return f"{key}: {message[0].lower()}{message[1:]} (found {details['input']!r})"
 
 

@@ -9,8 +9,8 @@ are made tokens say, nobody looks.
 The one to blame is one that does not even write any more: it is stopped, or its disk hangs. Else it is one that went
 into the fewest collectives, for all go into the same ones in the same order, and of those one that does not wait.
 
-Where files cannot be written or read, a process says once that this cannot be told, and why; no training ends of it. No
-torch.
+Where its file cannot be written a process says so once, and why: to the others it looks like one that does not write
+any more. Where a file of another cannot be read, nobody is blamed. No torch.
 """
 
 import json
@@ -212,11 +212,11 @@ class Watchdog:
             self._written = place
 
     def _warn_of_writing(self, error: OSError) -> None:
-        said = f"{self._place.name} cannot write where it is: {of_file(error)}"
-        self._warn(f"{said}; training goes on, but should a process hang, which one cannot be told")
+        until = "until it can, those that wait for it longer than stop_hung_after take it for one that hangs"
+        self._warn(f"{self._place.name} cannot write where it is: {of_file(error)}; {until}")
 
     def _warn(self, text: str) -> None:
-        """Say, the first time, that who hangs cannot be told. Not at the end of a stage, which removes these files."""
+        """Say the first of such words. Not at the end of a stage, which removes these files."""
         if self._has_warned or os.path.exists(self.folder.parents[1] / "manifest.json"):
             return
         self._has_warned = True

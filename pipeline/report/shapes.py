@@ -265,7 +265,7 @@ class Variant(BaseModel):
 def _of_usual_size(law: PowerLaw) -> PowerLaw:
     for name, value in asdict(law).items():
         if not is_told(value):
-            raise ValueError(f"{name} is no number that was measured")
+            raise ValueError(f"{name} is too large, or no number")
     return law
 
 

@@ -187,7 +187,7 @@ def _parse(text: bytes, kind: type[BaseModel], number: int | None = None) -> tup
         worst = error.errors()[0]
         key = ".".join(map(str, worst["loc"])) or ("the whole line" if number else "the whole file")
         place = f" line {number}: {key}" if number else f": {key}"
-        raise Damaged(f"{place} is damaged, or of another version ({plain_words(worst['msg'])})") from error
+        raise Damaged(f"{place} is damaged, or of another version ({plain_words(worst)})") from error
     except (ValueError, RecursionError) as error:  # more digits or deeper nesting than Python reads
         raise Damaged(f" line {number}: is damaged ({error})" if number else f": is damaged ({error})") from error
 

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, partial
 from statistics import fmean
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf.data.collate import Blocks, batch_indices
 from rlhf.stages.bad_numbers import all_finite, described, tell_skipped
-from rlhf.stages.late import are_fine, step_if_fine
+from rlhf.stages.late import are_finite, step_if_fine
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.optimizers import trained
@@ -66,18 +66,21 @@ class Updater:
         lengths = rollout.prompt_lengths.tolist(), targets.value_mask.sum(-1).tolist()
         limit = settings.microbatch_tokens
 
-        @lru_cache(maxsize=1)  # a single minibatch is the same in all epochs
+        @cache
         def cut(rows: tuple[int, ...], max_rows: int | None) -> list[Piece]:
             found = pieces(*lengths, max_rows, rows, max_tokens=limit, device=run.device.type, packed=self.packed)
             text = rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1]
             return [piece.packed(*text) for piece in found] if self.packed else found
 
-        for step in range(num_steps):
-            minibatch = sorted(batch_indices(len(rollout.mask), size, step, settings.seed * 1_000_003 + iteration))
+        seed = settings.seed * 1_000_003 + iteration
+        minibatches = [sorted(batch_indices(len(rollout.mask), size, step, seed)) for step in range(num_steps)]
+        for minibatch in minibatches:  # before the first pass: to find their tokens waits for all that was launched
+            cut(tuple(minibatch), run.microbatch_size)
+        for step, minibatch in enumerate(minibatches):
             ptx_step = iteration * num_steps + step
             make = partial(self._gradients, rollout, targets, minibatch, cut, models, policy_learns, kl_coef, ptx_step)
             stats, ratios, too_far = within_memory(run, size, make, *models)
-            steps.append(Step(stats, ratios))
+            steps.append(Step(stats, ratios, too_far))
             if too_far:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
@@ -87,7 +90,7 @@ class Updater:
                 f"{name}_grad_norm": run.clip_gradients(model, settings.max_grad_norm) for name, model, _ in learners
             }
             steps[-1].decisive = step_if_fine(run, optimizers, _of_all(run, losses) | norms)
-            if policy_learns and self.ema.decay is not None and are_fine(steps[-1].decisive):
+            if policy_learns and self.ema.decay is not None and are_finite(steps[-1].decisive):
                 self.ema.update(self.unwrapped_policy)
         return self._summed_up(steps, f"iteration {iteration + 1}: optimiser step {{}} of {num_steps}")
 
@@ -95,15 +98,15 @@ class Updater:
         """Statistics over the steps that were taken; those that were not are told of, `called` with their number."""
         run = self.run
         measured: list[Step] = []
-        norms: dict[str, list[float]] = defaultdict(list)
+        taken: list[dict[str, float]] = []
         for number, (step, decisive) in enumerate(zip(steps, _read([step.decisive for step in steps]), strict=True), 1):
             if not all_finite(decisive):
                 tell_skipped(run, called.format(number), decisive)
                 self.fault = described(decisive)
                 continue
             measured.append(step)
-            for name in (name for name in decisive if name.endswith("_grad_norm")):
-                norms[name].append(decisive[name])
+            if not step.too_far:
+                taken.append(decisive)
         if not measured:
             return {}
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=run.device))
@@ -113,8 +116,9 @@ class Updater:
             for name, value in step.stats.items():
                 sums[name] += value
         found = {name: total / len(measured) for name, total in _read([_of_all(run, sums)])[0].items()}
-        found |= {name: fmean(values) for name, values in norms.items()}
-        found["num_updates"] = sum(bool(step.decisive) for step in measured)
+        for name in (name for name in (taken or [{}])[0] if name.endswith("_grad_norm")):
+            found[name] = fmean(step[name] for step in taken)
+        found["num_updates"] = len(taken)
         return found | (ratios.stats(run, len(measured), found["ratio"]) if "ratio" in found else {})
 
     def _gradients(
@@ -252,8 +256,10 @@ class Step:
     stats: dict[str, Tensor]
     """Of this process's share."""
     ratios: "Ratios"
+    too_far: bool
+    """Whether it would lead further than `target_kl`: it was not made, and is the last."""
     decisive: dict[str, Tensor] = field(default_factory=dict)
-    """Losses and gradient norms over all processes, by which it was taken or left out; none where it led too far."""
+    """Losses and gradient norms over all processes, by which it was taken or left out."""
 
 
 class Ratios:

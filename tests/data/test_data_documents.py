@@ -142,6 +142,7 @@ def test_equal_documents_alone_are_each_cut_as_a_single_one_is(world: World) -> 
     assert sides(Wanted([world.write(*equal)])) == (["01234567"] * 2, ["89"] * 2)
     assert sides(Wanted([world.write(*equal)], deduplicate="exact")) == (["01234567"], ["89"])
     assert sides(Wanted([world.write(*equal), world.write(*equal)])) == (["01234567"] * 4, ["89"] * 4)
+    assert sides(Wanted([world.write("x", "x")])) == (["x"] * 2, [""] * 2)  # there is something to train on
 
 
 def test_equal_documents_beside_another_are_on_one_side_of_the_split(world: World) -> None:

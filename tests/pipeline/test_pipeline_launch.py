@@ -22,7 +22,7 @@ from pipeline_world import FakeStages
 
 from rlhf.data.errors import RefusedError
 from rlhf.pipeline import launch
-from rlhf.pipeline.errors import RunFailed
+from rlhf.pipeline.errors import DEBUG, RunFailed
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.recipe import Recipe, load_recipe
 
@@ -157,8 +157,10 @@ def another_trains_in(folder: Path) -> Iterator[None]:
     """A folder as it is while another process trains in it."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    yield
-    os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def refusal(folder: Path) -> str:
@@ -218,10 +220,13 @@ def test_a_run_is_refused_beside_a_stage_by_hand_and_takes_nothing_of_it_away(
     assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 0
 
 
+@pytest.mark.parametrize("debug", [False, True])
 def test_a_run_is_refused_where_a_stage_by_hand_came_while_its_launcher_started(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, debug: bool
 ) -> None:
     """What the files there tell is of that one."""
+    if debug:  # what the launcher says is shown then, not kept
+        monkeypatch.setenv(DEBUG, "1")
     (folder := RUN / "sft-1").mkdir()
     words = [sys.executable, "-m", "rlhf.stages.sft", str(folder)]
     with ExitStack() as stack:

@@ -49,9 +49,9 @@ def test_without_a_terminal_each_row_is_one_line_however_wide(
 ) -> None:
     """A line break in somebody's text is written as Python writes it, and so is what a terminal would obey."""
     monkeypatch.setenv("COLUMNS", "40")
-    show_table(("name", "value"), [("long", "word " * 60 + "end"), ("a\nb", "one\r\ntwo\u2028three\x1b[2J\n")])
+    show_table(("name", "value"), [("long", "word " * 60 + "end"), ("a\nb", "one\r\ntwo\u2028three\u202e\x1b[2J\n")])
     assert capsys.readouterr().out.split("\n") == [
-        "name  value", f"long  {'word ' * 60}end", r"a\nb  one\r\ntwo\u2028three\x1b[2J\n", ""
+        "name  value", f"long  {'word ' * 60}end", r"a\nb  one\r\ntwo\u2028three\u202e\x1b[2J\n", ""
     ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages import entry
+from rlhf.stages.alone import alone_in
 from rlhf.stages.artifact import Identity, seal
 
 WITHOUT_TORCH = """
@@ -82,7 +83,7 @@ def test_a_folder_that_cannot_be_locked_is_trained_in_all_the_same(
     monkeypatch.delenv("RLHF_RUN", raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(what, refuse)
-        with entry.alone_in(tmp_path):
+        with alone_in(tmp_path):
             pass
     assert len(asked) == 1
     monkeypatch.setattr("fcntl.flock", refuse)
@@ -106,24 +107,21 @@ def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path) -> 
 
 
 def test_a_folder_is_free_when_its_stage_has_ended_though_a_helper_of_it_lives_on(tmp_path: Path) -> None:
-    """As one that loads rows, which is forked with all that is open. Within, the folder may be entered once more."""
-    (tmp_path / "link").symlink_to(tmp_path)
+    """As one that loads rows, which is forked with all that is open."""
     other = os.open(tmp_path, os.O_RDONLY)
     heard, end = os.pipe()
-    with entry.alone_in(tmp_path):
+    with alone_in(tmp_path):
         if (helper := os.fork()) == 0:
             os.close(end)
             os.read(heard, 1)
             os._exit(0)
-        with entry.alone_in(tmp_path / "link"):
-            pass
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with pytest.raises(RefusedError), entry.alone_in(tmp_path):
+    with pytest.raises(RefusedError), alone_in(tmp_path):
         pass
     for descriptor in (other, end, heard):
         os.close(descriptor)
     os.waitpid(helper, 0)
-    with entry.alone_in(tmp_path):
+    with alone_in(tmp_path):
         pass

@@ -191,9 +191,11 @@ def test_the_kernel_of_a_gpu_reads_packs_too() -> None:
     torch.testing.assert_close(found, torch.cat(alone), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel is a GPU's")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=pytest.mark.filterwarnings("ignore"))],  # torch's compiler warns
+)
 def test_on_a_gpu_a_policy_without_padding_says_and_learns_the_same(compiled: bool) -> None:
     """In bf16, and with layers that are computed again."""
     ids, mask = (x.cuda() for x in pad_left(TEXTS, 0))

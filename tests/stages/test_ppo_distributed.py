@@ -21,9 +21,10 @@ from rlhf.stages.engines import Responses
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_tokenizer
+from rlhf.stages.ppo import update as update_module
 from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.rewards import load_rewards
-from rlhf.stages.ppo.rollout import policy_engine
+from rlhf.stages.ppo.rollout import Rollout, policy_engine
 from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets
 from rlhf.stages.ppo.train import rollout_stats
 from rlhf.stages.runtime import Runtime
@@ -71,6 +72,8 @@ class Found:
     adapters: list[dict[str, Any]]
     waited: list[tuple[str, bool]]
     """For the other process, in what of torch.distributed, and whether that was written down."""
+    left_out: tuple[dict[str, float], bool] | None = None
+    """Statistics of a step for which the last process has no loss, and whether it moved weights."""
 
 
 def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
@@ -99,6 +102,7 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
         run.seed(per_process=True)
         found.noise = torch.rand(4)
         if number == 0:
+            found.left_out = without_a_loss(World(run), part, learned, spoils=rank == of - 1)
             tokenizer = load_tokenizer(given["model"])
             reader = PolicyModel(tiny_policy())
             rewards = load_rewards(settings(**given), tokenizer, reader.model)
@@ -131,6 +135,18 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
         (root / name).mkdir(exist_ok=True)
         found.adapters.append(run_ppo(root / name, given, **small))
     return found
+
+
+def without_a_loss(world: World, part: Rollout, learned: Targets, spoils: bool) -> tuple[dict[str, float], bool]:
+    before, loss = world.weights(), update_module.policy_loss
+
+    def spoilt(*given: Any) -> Any:
+        found, stats = loss(*given)
+        return (found * torch.nan, stats) if spoils else (found, stats)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_module, "policy_loss", spoilt)
+        return world.update(part, learned), not torch.equal(before, world.weights())
 
 
 def noting(waited: list[tuple[str, bool]], collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,6 +206,11 @@ def test_statistics_are_those_of_all_episodes_and_equal_everywhere(outcome: Outc
         assert found.stats[variant] == pytest.approx(alone.stats[variant], rel=1e-4, abs=1e-5)
         assert found.rollout_stats[variant] == pytest.approx(alone.rollout_stats[variant], rel=1e-4, abs=1e-5)
     assert both[0].stats == both[1].stats
+
+
+def test_no_process_takes_a_step_for_which_one_of_them_has_no_loss(outcome: Outcome) -> None:
+    """Though each decides by itself, on its device."""
+    assert [found.left_out for found in (outcome[0], *outcome[1])] == [({}, False)] * 3
 
 
 def test_whitening_and_score_moments_are_those_of_all_episodes(outcome: Outcome) -> None:

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,29 +97,31 @@ def test_steps_are_epochs_times_minibatches_for_policy_and_critic_each(
     assert calls == {0: 12, 1: 12}
 
 
-def test_a_step_is_launched_before_the_device_is_through_with_the_one_before(
-    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("packing", [False, True])
+def test_between_its_first_pass_and_its_last_an_update_waits_for_no_device(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch, packing: bool
 ) -> None:
-    """What waits for a device is to read a number: as often in three epochs as in one."""
-    readers: list[str] = []
+    """What waits is to read a number, and to ask where a mask is True."""
+    world = new_world(num_epochs=2, num_minibatches=2, microbatch_size=2, packing=packing)
+    rollout, happened = world.rollout(), list[str]()
+    of_models = {"find_packed_sequence_indices", "_attend_in_pack"}  # of what is not packed, and on a CPU of what is
 
-    def counted(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def reading(tensor: Tensor) -> Any:
-            readers.append(Path(sys._getframe(1).f_code.co_filename).name)
-            return read(tensor)
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*given: Any) -> Any:
+            if (caller := sys._getframe(1).f_code.co_name) not in of_models:
+                happened.append(f"{call.__name__} in {caller}")
+            return call(*given)
 
-        return reading
+        return calling
 
-    for name in ("item", "tolist", "__bool__", "__float__", "cpu"):
-        monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-    found = []
-    for epochs in (1, 3):
-        world = new_world(num_epochs=epochs, num_minibatches=1)
-        rollout = world.rollout()
-        readers.clear()
-        assert world.update(rollout)["num_updates"] == epochs
-        found.append([name for name in readers if name != "masking_utils.py"])  # transformers'; packs do without
-    assert found[0] == found[1] != []
+    for name in ("item", "tolist", "nonzero", "__bool__", "__float__", "cpu"):
+        monkeypatch.setattr(Tensor, name, noted(getattr(Tensor, name)))
+    monkeypatch.setattr(world.run, "backward", noted(world.run.backward))
+    assert world.update(rollout)["num_updates"] == 4
+    passes = [place for place, what in enumerate(happened) if what.startswith("backward")]
+    assert len(passes) == 16  # two models read two microbatches in each step
+    assert {what.split()[0] for what in happened[passes[0] : passes[-1]]} == {"backward"}
+    assert any(what.startswith("tolist") for what in happened[passes[-1] :])
 
 
 def test_every_episode_is_used_once_an_epoch_in_an_order_of_its_own(

@@ -309,7 +309,7 @@ def test_where_a_process_cannot_write_where_it_is_it_says_so_once_and_goes_on(
             assert ours.look(training=True) is None
     assert capsys.readouterr().out == (
         f"warning: rank 1 (pid {os.getpid()} on {HOST}) cannot write where it is: {path}: No space left on device; "
-        "make room there; training goes on, but should a process hang, which one cannot be told\n"
+        "make room there; until it can, those that wait for it longer than stop_hung_after take it for one that hangs\n"
     )
     ours.folder.mkdir(parents=True, exist_ok=True)
     assert ours.look(training=True) is None
