@@ -85,7 +85,10 @@ def add_lora(model: PreTrainedModel, lora: LoraSettings) -> None:
 def save_adapter(folder: Path, model: PreTrainedModel) -> None:
     """Write a model's adapter as PEFT does: `PeftModel.from_pretrained(the model it was made on, folder)` loads it."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.peft_config["default"].save_pretrained(folder)
+    config = copy.copy(model.peft_config["default"])
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)  # of a set, whose order differs from process to process
+    config.save_pretrained(folder)
     weights = get_peft_model_state_dict(model)
     tensors = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "adapter_model.safetensors")

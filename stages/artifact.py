@@ -135,8 +135,12 @@ class Artifact:
 
     @property
     def digest(self) -> str:
-        """Hash over the hashes of the model's files: two runs that wrote the same model have the same digest."""
+        """Hash over the hashes of the model's files: two runs that wrote the same model have the same digest.
+
+        An adapter's config says in which folder its base lay; what it does is in the merged weights beside it.
+        """
         files = {p: h for p, h in self.manifest["files"].items() if p.startswith("model/")}
+        files.pop("model/adapter/adapter_config.json", None)
         return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
     @property

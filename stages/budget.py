@@ -103,6 +103,8 @@ class Phase:
     """Forward passes through a layer; a backward pass counts as two."""
     steps: float = 0.0
     """Layers times tokens that are decoded one after the other."""
+    recorded: bool = False
+    """Whether on a GPU what is launched for a token is recorded in CUDA graphs."""
     fused: Fused = None
     """What is compiled."""
     sent: float = 0.0

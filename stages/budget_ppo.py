@@ -155,7 +155,7 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
         phase_of(
             "rollout", of_sampling, sampling_case, moments, times, sampling(models.policy.model, case, engine),
             **{name: rounds * work for name, work in of_rollout.items()}, beside=settings.rollout.one_step_off,
-            fused=fused,
+            fused=fused, recorded=engine == "static",
         ),
         phase_of(
             "scoring", held, case, moments, times, reading(readers, case, num_read),

@@ -102,5 +102,5 @@ def decoding(cost: Cost, num_prompt: int, num_new: int, rows: int, layers: int, 
     return {
         "flops": cost.reading(prompts, torch.ones_like(prompts)),
         "num_bytes": cost.decoding(prompts, responses),
-        "steps": num_new * layers if engine == "transformers" else 0.0,
+        "steps": num_new * layers,
     }

@@ -21,8 +21,10 @@ LINKS = 0.7
 LAYER: dict[Fused, float] = {None: 1.5e-3, "layers": 8e-4, "all": 8e-4, "whole": 0.0}
 """Seconds that a pass through a layer takes on a GPU however small it is, for Python and the launching of kernels, by
 what is compiled."""
-LAYER_ON_CPU, DECODED = 3e-4, 8e-4
-"""The same on a CPU, and for a token that transformers decodes."""
+LAYER_ON_CPU = 3e-4
+"""The same on a CPU."""
+DECODED, RECORDED = 8e-4, 5e-5
+"""The same for a token that is decoded, and in a CUDA graph."""
 
 
 def seconds(phase: Phase, device: Device, precision: str, num_processes: int = 1) -> float:
@@ -31,7 +33,8 @@ def seconds(phase: Phase, device: Device, precision: str, num_processes: int = 1
     reached = (COMPILED if phase.fused else PLAIN) if device.is_gpu else ON_CPU
     products = phase.flops / (device.flops[precision] * reached)
     launching = phase.passes * (LAYER[phase.fused] if device.is_gpu else LAYER_ON_CPU)
-    decoding = max(phase.num_bytes / (device.bandwidth * BANDWIDTH), phase.steps * DECODED)
+    each = (RECORDED if phase.recorded else DECODED) if device.is_gpu else LAYER_ON_CPU
+    decoding = max(phase.num_bytes / (device.bandwidth * BANDWIDTH), phase.steps * each)
     work = max(products, launching) + decoding
     return work + max(sending(phase, device, num_processes) - phase.hidden * work, 0.0)
 

@@ -212,4 +212,5 @@ def reward(settings: RewardSettings, case: Case) -> list[Phase]:
     engine = engine_of("auto", case)
     work = decoding(cost, room, settings.max_new_tokens, SAMPLED_AT_ONCE, layers, engine)
     exchange = sampling(policy, case, engine)
-    return [phase_of("sampling", held, case, of_samples, batches, exchange, **work), update]
+    recorded = engine == "static"
+    return [phase_of("sampling", held, case, of_samples, batches, exchange, **work, recorded=recorded), update]

@@ -113,6 +113,15 @@ def test_adapters_of_a_base_in_half_precision_learn_in_full(policy: Any, tmp_pat
         assert {p.dtype for p in one.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
+def test_a_saved_adapter_names_its_layers_in_order(policy: Any, tmp_path: Path) -> None:
+    """PEFT keeps a set of them, which each process would write in another order."""
+    adapters.add_lora(policy, LORA)
+    adapters.save_adapter(tmp_path, policy)
+    names = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert names == sorted(names)
+    assert len(names) > 2
+
+
 # --- layers that read the same input
 
 

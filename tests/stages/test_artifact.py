@@ -89,12 +89,15 @@ def test_the_manifest_names_every_file_with_its_hash_but_no_checkpoint(settings:
     assert Artifact(folder).sealed
 
 
-def test_an_artifact_is_known_by_its_model_and_not_by_its_logs(settings: SFTSettings, tmp_path: Path) -> None:
+def test_an_artifact_is_known_by_its_model_and_not_by_its_logs_or_where_it_was_made(
+    settings: SFTSettings, tmp_path: Path
+) -> None:
     digests = []
     for number, log in enumerate(("a", "b")):
         folder = tmp_path / str(number)
-        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "adapter").mkdir(parents=True)
         (folder / "model" / "weights").write_text("same")
+        (folder / "model" / "adapter" / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{folder}"}}')
         (folder / "metrics.jsonl").write_text(log)
         seal(folder, identify(settings), {}, 1, {})
         digests.append(Artifact(folder).digest)

@@ -85,6 +85,7 @@ def test_a_rollouts_cache_has_room_for_the_longest_answers_of_all_rows() -> None
     rollout = budget_ppo.ppo(ppo_settings(rollout_batch_size=64, max_new_tokens=128), case())[0]
     # Keys and values of 3 layers and 2 heads of 16 in float32, for 64 rows of 32 + 128 tokens.
     assert rollout.gib["cache"] * GIB == 64 * (2 * 3 * 2 * 16 * 4) * 160
+    assert rollout.recorded
     fewer = ppo_settings(rollout_batch_size=64, max_new_tokens=128, generation_batch_size=16)
     assert budget_ppo.ppo(fewer, case())[0].gib["cache"] == rollout.gib["cache"] / 4
 
@@ -110,7 +111,7 @@ def test_answers_that_are_sampled_in_parts_read_each_prompt_once_and_the_weights
 @pytest.mark.usefixtures("sampling_alone")
 def test_generates_cache_counts() -> None:
     phase = budget_ppo.ppo(ppo_settings(rollout={"engine": "transformers"}, max_new_tokens=128), case())[0]
-    assert phase.steps == 128 * 3  # tokens × layers, each of which is launched
+    assert (phase.steps, phase.recorded) == (128 * 3, False)  # tokens × layers, each of which is launched
     assert phase.gib["cache"] * GIB == pytest.approx(8 * (2 * 3 * 2 * 16 * 4) * 160, rel=0.05)
 
 

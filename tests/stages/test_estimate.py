@@ -16,7 +16,7 @@ from rlhf.stages import budget_changes, budget_ppo, budget_recipe, devices, esti
 from rlhf.stages.adapters import save_head
 from rlhf.stages.budget import Phase
 from rlhf.stages.budget_recipe import Request, config_of
-from rlhf.stages.budget_seconds import BANDWIDTH, COMPILED, DECODED, LINKS, PLAIN, seconds, sending
+from rlhf.stages.budget_seconds import BANDWIDTH, COMPILED, LINKS, PLAIN, seconds, sending
 from rlhf.stages.devices import Device, named
 from rlhf.stages.estimate import answer
 from rlhf.stages.footprint import Fused, Moments
@@ -285,8 +285,11 @@ def test_a_small_model_takes_the_time_to_launch_its_kernels(fused: Fused, each: 
     assert seconds(phase, replace(DEVICE, is_gpu=False), "bf16") == pytest.approx(100 * 3e-4)
 
 
-def test_a_token_that_transformers_decodes_takes_the_time_to_launch_its_layers() -> None:
-    assert seconds(Phase("rollout", {}, 1, num_bytes=1e3, steps=100), DEVICE, "bf16") == 100 * DECODED
+def test_a_token_that_is_decoded_takes_the_time_to_launch_its_layers_or_what_is_recorded_of_them() -> None:
+    phase = Phase("rollout", {}, 1, num_bytes=1e3, steps=100)
+    assert seconds(phase, DEVICE, "bf16") == pytest.approx(100 * 8e-4)
+    assert seconds(replace(phase, recorded=True), DEVICE, "bf16") == pytest.approx(100 * 5e-5)
+    assert seconds(phase, replace(DEVICE, is_gpu=False), "bf16") == pytest.approx(100 * 3e-4)
 
 
 JOINED = replace(DEVICE, link=1e10, network=1e9)
