@@ -36,6 +36,7 @@ __all__ = [
     "Unreadable",
     "describe",
     "digest",
+    "is_streamed",
     "kind_of",
     "load_function",
     "local_hint",
@@ -66,8 +67,9 @@ class Source(BaseModel):
     split: str = "train"
     """Split of a hub data set, or of a saved one that has splits. [datasets]"""
     streaming: bool = False
-    """Read a hub data set while it is downloaded, without a copy of its files. Pretrain downloads its texts once, in
-    shares of all processes, and keeps them, packed, beside the tokens. [datasets]"""
+    """Read a hub data set while it is downloaded, without a copy of its files; it changes nothing for what lies here.
+    Pretrain downloads its texts once, in shares of all processes, and keeps them, packed, beside the tokens.
+    [datasets]"""
     revision: str | None = None
     """Branch, tag or commit of a hub data set. Without it the id is taken at its word: a repository that changes later
     still counts as the same data. [datasets]"""
@@ -193,6 +195,11 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 
 # -- kinds ------------------------------------------------------------------------------------------------
+
+
+def is_streamed(source: Source) -> bool:
+    """Whether it is read while it is downloaded: of what lies here, `streaming` changes nothing."""
+    return source.streaming and kind_of(source) == "hub"
 
 
 def kind_of(source: Source) -> str:

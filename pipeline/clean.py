@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.summary import no_run_folder
 from rlhf.pipeline.tables import show_table, size_text
 from rlhf.pipeline.verify import stage_folders
+from rlhf.stages.alone import alone_in
 from rlhf.stages.artifact import BESIDE, RESULTS, STEPS, Artifact, is_temporary, temporaries
 from rlhf.stages.evaluation.records import ANSWERS, FIGURES
 
@@ -53,11 +55,11 @@ class Item:
 def clean(run_dir: Path, yes: bool) -> None:
     """List what may go, then delete it; without `yes` nothing that took training to make.
 
-    Raises SettingsError for what is no run folder, and while a run works there.
+    Raises RefusedError for what is no run folder, and while a run, or a stage by hand, works there.
     """
     if not run_dir.is_dir():
         raise no_run_folder(run_dir)
-    with held(run_dir, 0):
+    with held(run_dir, 0), alone_in_stages(run_dir):
         items, notes = find(run_dir)
         going = [item for item in items if yes or not item.is_work]
         rows = [
@@ -76,6 +78,15 @@ def clean(run_dir: Path, yes: bool) -> None:
                 if left := delete(item):
                     print(f"{item.path.name} stays, with what is not ours: {', '.join(path.name for path in left)}")
         print(f"{size_text(freed)} freed")
+
+
+@contextmanager
+def alone_in_stages(run_dir: Path) -> Iterator[None]:
+    """Inside, nobody trains in a stage of the run. Raises RefusedError where somebody does, by hand for instance."""
+    with ExitStack() as stack:
+        for folder in stage_folders(run_dir):
+            stack.enter_context(alone_in(folder))
+        yield
 
 
 def find(run_dir: Path) -> tuple[list[Item], list[str]]:

@@ -19,6 +19,7 @@ from threading import Event, Thread
 from time import monotonic, sleep, time
 
 from rlhf.data.errors import SettingsError
+from rlhf.stages.alone import unforked
 from rlhf.stages.signals import is_alive
 
 LOCK = "lock.json"
@@ -51,9 +52,8 @@ def held(run_dir: Path, patience: float, say: Callable[[str], None] = print) -> 
     taken over, with a message. Raises SettingsError that says who holds it, and what would work.
     """
     path = run_dir / LOCK
-    descriptor = os.open(run_dir, os.O_RDONLY)
     until = monotonic() + patience
-    try:
+    with unforked(os.open(run_dir, os.O_RDONLY)) as descriptor:
         flock = _flock(descriptor)
         if (holder := _in_the_way(run_dir, flock)) and patience > 0:
             say(f"another run is working here ({run_dir}){_named(holder)}; waiting up to {patience:g} s")
@@ -70,8 +70,6 @@ def held(run_dir: Path, patience: float, say: Callable[[str], None] = print) -> 
                 path.unlink()
         with _told(path, must=flock is None):
             yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def in_use(run_dir: Path) -> bool:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.sources import Source
 from rlhf.pipeline.differences import UPSTREAM, differences, identity_of, unheard, why_new
+from rlhf.pipeline.lock import holder_of
 from rlhf.pipeline.recipe import Recipe
 from rlhf.pipeline.references import newest_sealed, with_models
-from rlhf.pipeline.summary import as_sealed, in_round, rated_now, read_summary, stage_status
+from rlhf.pipeline.summary import as_sealed, in_round, rated_now, read_summary, stage_status, with_progress
 from rlhf.stages.artifact import STEPS, Artifact, Identity, data_digests, identify, input_digest
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.feedback.config import RANKINGS, FeedbackSettings
@@ -123,6 +124,28 @@ def _with_what_force_costs(steps: list[Step], run_dir: Path) -> list[Step]:
         )
         steps[forced] = replace(steps[forced], notes=(*steps[forced].notes, note))
     return steps
+
+
+def with_running(steps: list[Step], run_dir: Path) -> list[Step]:
+    """The same, a stage that another run trains at this moment with that as its reason, as `rlhf status` tells it.
+
+    For who only looks: to who has the run folder's lock, what a kill left would seem to be running.
+    """
+    if all(step.action != "resume" for step in steps):
+        return steps
+    running = {
+        run_dir / entry["folder"]: f", step {entry['step']} of {entry['steps']}" if entry["steps"] else ""
+        for entry in with_progress(run_dir, read_summary(run_dir)).values()
+        if entry["status"] == "running" and entry["folder"]
+    }
+    holder = holder_of(run_dir)
+    who = "in another rlhf run" + (f" ({holder})" if holder else "")
+    return [
+        replace(step, reason=f"running{running[step.folder]}, {who}")
+        if step.action == "resume" and step.folder in running
+        else step
+        for step in steps
+    ]
 
 
 def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope, round_: int = 1) -> Step | None:

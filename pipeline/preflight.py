@@ -11,7 +11,7 @@ from rlhf.data.documents import Documents, plain_documents
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.feedback.store import Store
 from rlhf.data.hub import refuse_unknown
-from rlhf.data.sources import Source
+from rlhf.data.sources import Source, is_streamed
 from rlhf.data.split import train_and_eval
 from rlhf.pipeline.accelerate_config import refuse_bad_configs
 from rlhf.pipeline.fits import misfits
@@ -139,14 +139,14 @@ def _positions(model: Path) -> int | None:
 def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:
     found: dict[str, list[Any]] = {}
     if isinstance(settings, PretrainSettings):
-        if any(source.streaming for source in settings.sources().values()):
+        if any(map(is_streamed, settings.sources().values())):
             return  # the stage downloads it, once
         for part in Documents(settings, settings.stage).survey():
             _tell(f"{settings.stage}.{part.name}", part.report, say)
         return
     given = settings.sources()
     text = given.pop("ptx_data", None)
-    if isinstance(settings, PPOSettings) and text is not None and not text.streaming:
+    if isinstance(settings, PPOSettings) and text is not None and not is_streamed(text):
         documents = plain_documents(text, settings.eval_share, settings.max_dropped, settings.stage, "ptx_data")
         _tell(f"{settings.stage}.ptx_data", documents.survey()[0].report, say)
         _refuse_less_than_a_block(documents, settings.ptx_block_size)

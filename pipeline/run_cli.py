@@ -9,7 +9,7 @@ import typer
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline.errors import RunFailed
-from rlhf.pipeline.tables import show_table
+from rlhf.pipeline.tables import in_one_line, show_table
 
 if TYPE_CHECKING:
     from rlhf.pipeline.plan import Scope
@@ -114,7 +114,7 @@ def plan(
 
     Data are hashed, and their rows not read: `rlhf run` does that before it trains, `rlhf data check` at once.
     """
-    from rlhf.pipeline.plan import Scope, make_plan
+    from rlhf.pipeline.plan import Scope, make_plan, with_running
     from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.recipe import load_recipe
     from rlhf.pipeline.references import models_of
@@ -122,6 +122,7 @@ def plan(
     folder = run_dir or _default_run_dir(recipe)
     with waiting("looking at data and models"):
         steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
+        steps = with_running(steps, folder)
     rows = [(s.name, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
     show_table(("stage", "action", "folder", "why"), rows)
     for step in steps:
@@ -133,7 +134,7 @@ def plan(
             print(f"{where}: no folder {name} here, so it is a hub id; `rlhf run` asks the hub before it trains")
     if any(step.action in ("run", "resume") for step in steps):
         print("rows were not read: `rlhf run` does so before it trains, `rlhf data check PATH --as KIND` at once")
-    print(f"run folder: {folder}")
+    print(f"run folder: {in_one_line(str(folder))}")
 
 
 @run_app.command()

@@ -1,8 +1,9 @@
 """The run: check everything, then stage by stage plan, train, and write down how far it is."""
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -10,7 +11,7 @@ from time import monotonic
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.pipeline import gates
-from rlhf.pipeline.clean import Item, delete, run_temporaries
+from rlhf.pipeline.clean import Item, alone_in_stages, delete, run_temporaries
 from rlhf.pipeline.errors import RunFailed, RunStopped, begun
 from rlhf.pipeline.evaluation import keep_current
 from rlhf.pipeline.launch import ERROR_LOG, NO_TRACEBACK, run_stage
@@ -30,6 +31,7 @@ from rlhf.pipeline.summary import (
     stage_status,
     write_summary,
 )
+from rlhf.stages.alone import alone_in
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import replace_text
@@ -92,8 +94,9 @@ def checked(
             lock = stack.enter_context(held(run_dir, SECONDS_FOR_ANOTHER, say))
             if any(path.name != LOCK for path in run_dir.iterdir()):  # another run was here first
                 plans = plan()
-        for path in run_temporaries(run_dir):  # of a run that was killed; nobody else writes here now
-            delete(Item(path, "", is_work=False))
+        with suppress(RefusedError), alone_in_stages(run_dir):
+            for path in run_temporaries(run_dir):  # of a run that was killed; nobody else writes here now
+                delete(Item(path, "", is_work=False))
         with begun():
             yield lock, plans
 
@@ -143,8 +146,9 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
     stage, folder, settings = step.name, step.folder, step.settings
     assert folder is not None
     assert settings is not None
-    write_settings(folder, settings)
-    before = entries[stage].seconds if entries[stage].folder == folder.name else None
+    with alone_in(folder):  # else it is refused before anything there is another
+        write_settings(folder, settings)
+    before = _seconds(folder, entries[stage])
     if (told := rated_now(folder)) and told["step"] < told["steps"] and not rated_elsewhere(folder):
         # no need to start it
         entries[stage] = Entry("waiting", folder=folder.name, seconds=before)
@@ -157,8 +161,10 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
     def ended(status: str) -> float:
         """Seconds of this attempt."""
         taken = monotonic() - began
-        entries[stage] = replace(entry, status=status, seconds=round((before or 0.0) + taken, 2))
+        seconds = round((before or 0.0) + taken, 2)
+        entries[stage] = replace(entry, status=status, seconds=seconds)
         write_summary(run_dir, entries)
+        _keep_in_folder(folder, status, seconds)
         return taken
 
     try:
@@ -183,8 +189,8 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
             entries[stage] = _finished(step, recipe, run_dir, entries[stage])
             write_summary(run_dir, entries)
             raise RunStopped(f"{stage}: done; stopped after it; run again to go on", int(code)) from None
-        ended("stopped")
         is_told = stage_status(folder).get("state") == "stopped"  # the stage said itself where it goes on
+        ended("stopped")
         raise RunStopped(
             "" if is_told else f"{stage}: stopped; {_how_to_go_on(folder, is_stopped=True)}", int(code)
         ) from None
@@ -197,6 +203,20 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
     write_summary(run_dir, entries)
     say(f"{stage}: done in {duration(taken)}  {headline(stage, entries[stage].metrics)}".rstrip())
     return True
+
+
+def _keep_in_folder(folder: Path, status: str, seconds: float) -> None:
+    """Have status.json say how the stage ended where the stage could not, as when it was still importing, and how long
+    it took."""
+    with suppress(RefusedError, OSError), alone_in(folder):  # not over what another process says that trains there
+        told = stage_status(folder)
+        state = status if told.get("state", "running") == "running" else told["state"]
+        replace_text(folder / "status.json", json.dumps(told | {"state": state, "seconds": seconds}))
+
+
+def _seconds(folder: Path, entry: Entry) -> float | None:
+    """What the stage took so far."""
+    return entry.seconds if entry.folder == folder.name else stage_status(folder).get("seconds")
 
 
 def _describe(step: Step) -> str:
@@ -245,7 +265,7 @@ def _finished(step: Step, recipe: Recipe, run_dir: Path, old: Entry) -> Entry:
         "done",
         folder=step.folder.name,
         model=artifact.model.relative_to(run_dir).as_posix() if step.stage != "feedback" else None,
-        seconds=old.seconds if old.folder == step.folder.name else None,
+        seconds=_seconds(step.folder, old),
         metrics=metrics,
     )
 

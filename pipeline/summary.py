@@ -83,6 +83,8 @@ class _Told(BaseModel):
     steps: int | None = None
     message: str | None = None
     code: int | None = None
+    seconds: Seconds | None = None
+    """As in summary.json, which forgets a recipe's stages when another is run; a run adds it when the stage ends."""
 
 
 def read_summary(run_dir: Path) -> dict[str, Entry]:

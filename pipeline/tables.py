@@ -9,8 +9,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     On a terminal that is too narrow for its words each row is told by itself, headed by its first cell.
     """
-    rows = [[_in_one_line(cell) for cell in row] for row in rows]
-    columns = [_in_one_line(name) for name in columns]
+    rows = [[in_one_line(cell) for cell in row] for row in rows]
+    columns = [in_one_line(name) for name in columns]
     if sys.stdout.isatty():
         return _draw(columns, rows)
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
@@ -18,7 +18,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _in_one_line(text: str) -> str:
+def in_one_line(text: str) -> str:
     """Line breaks and what else would do something to a terminal, as Python writes them: \\n."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 

@@ -3,24 +3,48 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf.data.errors import RefusedError
+
+_ours: set[int] = set()
+"""Descriptors that hold a lock. A forked child lets go of them: it may outlive the process whose lock it is."""
+
+
+@contextmanager
+def unforked(descriptor: int) -> Iterator[int]:
+    """Inside, the lock that a descriptor holds is this process's alone; then it is closed."""
+    _ours.add(descriptor)
+    try:
+        yield descriptor
+    finally:
+        _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    if descriptor in _ours:  # in a child it has been closed, and may be another file by now
+        _ours.remove(descriptor)
+        os.close(descriptor)
+
+
+def _close_all() -> None:
+    for descriptor in list(_ours):
+        _close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Inside, have a stage's folder to this process, and those that it trains with; at most until it ends, however it
     does. Raises RefusedError where another process trains there."""
-    descriptor = _locked(folder)
-    try:
+    if (descriptor := _locked(folder)) is None:
         yield
-    finally:
-        if descriptor is not None:
-            with suppress(OSError):  # closing it is not enough where a forked helper has it open, too
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+        return
+    with unforked(descriptor):
+        yield
 
 
 def _locked(folder: Path) -> int | None:

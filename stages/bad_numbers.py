@@ -13,6 +13,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from rlhf.stages import checkpoints
+from rlhf.stages.logs import learning_rates
 from rlhf.stages.optimizers import scaled_step
 from rlhf.stages.runtime import Runtime
 
@@ -72,8 +73,8 @@ def count_in_a_row(run: Runtime[Any], step: int, taken: bool, because: str) -> N
         return
     good = run.from_main(lambda: _last_good_checkpoint(run, step - in_a_row))
     raise RuntimeError(
-        f"{in_a_row} steps in a row were skipped, the last of them step {step} ({because}): training diverged; lower "
-        f"{run.settings.stage}.learning_rate. {how_to_go_on(good)}"
+        f"{in_a_row} step{'s' * (in_a_row > 1)} in a row {'were' if in_a_row > 1 else 'was'} skipped, the last of them "
+        f"step {step} ({because}): training diverged; lower {learning_rates(run.settings.stage)}. {how_to_go_on(good)}"
     )
 
 

@@ -16,7 +16,7 @@ from rlhf.stages import adapters, decoder
 from rlhf.stages.arguments import Arguments
 from rlhf.stages.disk import refuse_no_room_beside, replace_text, swap_folder
 from rlhf.stages.logs import be_quiet
-from rlhf.stages.model_card import base_of, card, is_hub_id, past
+from rlhf.stages.model_card import base_of, called, card, is_hub_id, past
 from rlhf.stages.models import (
     ScalarModel,
     load_policy,
@@ -79,8 +79,8 @@ def export_adapter(reference: str, out: Path, name: str | None = None) -> list[s
     base = str(stages[0].settings["model"]) if stages else None
     hub = base_of(stages[:1], reference) if stages else None
     is_reward = bool(stages) and stages[0].stage == "reward"
-    notes = [f"It belongs to {hub or (Path(base).parent.name if base else 'the model that it was trained on')}: "
-             "`PeftModel.from_pretrained(base, folder)` puts it on."]  # fmt: skip
+    belongs_to = called(base) if base else "the model that it was trained on"
+    notes = [f"It belongs to {belongs_to}: `PeftModel.from_pretrained(base, folder)` puts it on."]
     if (found / "value_head.safetensors").is_file():
         notes.append("Its head to one number lies in value_head.safetensors.")
     with _aside(out) as writing:

@@ -13,6 +13,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -227,9 +228,10 @@ def tell_failure(folder: Path, state: str, message: str) -> None:
         print(f"error: {message}", file=sys.stderr)
     if not folder.is_dir() or Artifact(folder).sealed or (folder / "error.log").exists():
         return
-    if state == "failed":
-        replace_text(folder / "error.log", mask(traceback.format_exc()))
-    write_status(folder, state, 0, 0, message)
+    with suppress(OSError):  # where nothing can be written, which may be what failed, the line is all there is
+        if state == "failed":
+            replace_text(folder / "error.log", mask(traceback.format_exc()))
+        write_status(folder, state, 0, 0, message)
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +243,12 @@ def check_finite(metrics: dict[str, Any], stage: str) -> None:
     """End a run whose numbers are none any more, before its model is sealed and believed."""
     for name, value in metrics.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise RuntimeError(f"{name} is {value}: training diverged; lower {stage}.learning_rate")
+            raise RuntimeError(f"{name} is {value}: training diverged; lower {learning_rates(stage)}")
+
+
+def learning_rates(stage: str) -> str:
+    """The settings that make a stage's steps smaller."""
+    return "ppo.learning_rate or ppo.critic_learning_rate" if stage == "ppo" else f"{stage}.learning_rate"
 
 
 def peak_memory(device: torch.device) -> int:

@@ -46,7 +46,7 @@ class Made:
     def origin(self) -> str:
         """What it started from, and for PPO the reward model."""
         models = [str(self.settings.get(name) or "") for name in ("model", "reward_model")]
-        return ", ".join(_model(model) for model in models if model) or "new"
+        return ", ".join(called(model) for model in models if model) or "new"
 
     @property
     def figures(self) -> dict[str, float]:
@@ -64,7 +64,7 @@ class Made:
         if judge := settings.get("judge"):
             told += f" The judge is `{judge}`."
         rewards = [spec.get("model") or spec.get("function") for spec in settings.get("rewards") or []]
-        if by := [_model(model) for model in (settings.get("reward_model"), *rewards) if model]:
+        if by := [called(model) for model in (settings.get("reward_model"), *rewards) if model]:
             told += f" The score is by {', '.join(f'`{one}`' for one in by)}."
         return told
 
@@ -196,10 +196,10 @@ def _shown(name: str, value: float, figures: dict[str, float]) -> str:
     return metric(value, name) + interval
 
 
-def _model(reference: str) -> str:
+def called(reference: str) -> str:
     """What a model is called: a hub id or a function as it is, a folder of this machine by its name."""
     folder = Path(reference)
-    local = folder.parent.name if folder.name == "model" else folder.name
+    local = (folder.parent.name if folder.name == "model" else "") or folder.name
     is_function = ":" in reference and "/" not in reference
     return reference if is_hub_id(reference) or is_function else local
 

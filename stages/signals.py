@@ -2,11 +2,14 @@
 
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from types import FrameType
+from typing import NoReturn
 
 from rlhf.data.errors import Stopped
 
@@ -17,8 +20,11 @@ SECONDS_OF_ECHO = 1.0
 signal with it."""
 SECONDS_TO_REPORT = 5.0
 """What the processes around a stage wait for it beyond `stop_within`, before they kill it."""
+SECONDS_TO_REPEAT = 0.01
+"""How long after Python discarded a Stopped it is raised again."""
 
 _last = -SECONDS_OF_ECHO
+_earlier_hook = sys.unraisablehook
 
 
 def exit_code(number: int) -> int:
@@ -44,7 +50,35 @@ def forget() -> None:
 def exit_on_signal(number: int, _frame: FrameType | None) -> None:
     """A handler for a process that has nothing to save."""
     if not is_echo():
-        raise Stopped(exit_code(number))
+        raise_stopped(exit_code(number))
+
+
+def raise_stopped(code: int) -> NoReturn:
+    """Raise Stopped in a handler of signals. Where it came upon a `__del__` or a callback, whose errors Python prints
+    and discards, nothing is printed, and it is raised again soon after."""
+    global _earlier_hook
+    if sys.unraisablehook is not _on_discarded:
+        _earlier_hook, sys.unraisablehook = sys.unraisablehook, _on_discarded
+    raise Stopped(code)
+
+
+def _on_discarded(discarded: "sys.UnraisableHookArgs") -> None:
+    error = discarded.exc_value
+    if not isinstance(error, Stopped) or threading.current_thread() is not threading.main_thread():
+        _earlier_hook(discarded)
+        return
+    code = error.code
+
+    def again(_number: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code is not _on_discarded.__code__:
+            frame = frame.f_back
+        if frame is None:  # else it would be discarded here, too
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            raise Stopped(code)
+
+    before = signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_REPEAT, SECONDS_TO_REPEAT)
 
 
 @contextmanager
@@ -60,6 +94,8 @@ def handled(handler: Callable[[int, FrameType | None], None] | None = None) -> I
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+        if sys.unraisablehook is _on_discarded:
+            sys.unraisablehook = _earlier_hook
 
 
 def is_alive(pid: int) -> bool:

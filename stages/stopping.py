@@ -26,10 +26,9 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from rlhf.data.errors import Stopped
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.checkpoints import newest_checkpoint
-from rlhf.stages.signals import SECONDS_OF_ECHO, SIGNALS, exit_code, forget, is_alive, is_echo
+from rlhf.stages.signals import SECONDS_OF_ECHO, SIGNALS, exit_code, forget, is_alive, is_echo, raise_stopped
 from rlhf.stages.watchdog import Watchdog
 
 SHARE_TO_FINISH = 0.8
@@ -119,7 +118,7 @@ class Stopping:
         code, message = self.tell_left()
         with suppress(RuntimeError):  # the handler may have interrupted somebody's print
             self._say(f"{message}{_CURE if code != 1 else ''}")
-        raise Stopped(code)
+        raise_stopped(code)
 
     def tell_left(self) -> tuple[int, str]:
         """Say in status.json how it ended, unless another process did; the exit code, and the same in words."""

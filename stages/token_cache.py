@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.documents import SURVEY, Documents, summary
-from rlhf.data.sources import TextSource, digest
+from rlhf.data.sources import TextSource, digest, is_streamed
 from rlhf.data.streams import copied, copy_share, shares
 from rlhf.stages.together import claimed, fill
 from rlhf.stages.token_files import EVAL_FILE, TRAIN_FILE, has_tokens, join_parts, write_parts
@@ -93,7 +93,7 @@ def survey(folder: Path, documents: Documents, say: Callable[..., None]) -> None
     if documents.found:
         return
     sources = documents.sources | documents.eval_sources
-    streams = {name: source for name, source in sources.items() if source.streaming}
+    streams = {name: source for name, source in sources.items() if is_streamed(source)}
     documents.copies = {name: copied(source, folder / name) for name, source in streams.items()}
 
     def copy(folder: Path) -> None:

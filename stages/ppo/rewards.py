@@ -1,7 +1,7 @@
 """What PPO maximises: one score per response from reward models and Python functions, mixed by weight."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -243,12 +243,15 @@ def _and_others(bad: int, num: int) -> str:
 
 
 def _numbers(returned: Any) -> list[Any]:
-    """A list, from a list, a numpy array or a tensor."""
+    """A list, from a list, a numpy array or a tensor. Raises TypeError where it is unknown which number is whose."""
+    if isinstance(returned, str | bytes | Mapping | Set):
+        raise TypeError(f"returned a {type(returned).__name__}, not a list of one number for each response")
     return list(returned.tolist() if hasattr(returned, "tolist") else returned)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and abs(float(value)) <= torch.finfo(torch.float32).max  # False for NaN
+    most = torch.finfo(torch.float32).max  # an int may be larger than any float
+    return isinstance(value, Real) and bool(abs(value) <= most)  # type: ignore[operator]  # False for NaN
 
 
 def _takes_rows(reference: str) -> bool:

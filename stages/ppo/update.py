@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import fmean
 
@@ -80,16 +80,16 @@ class Updater:
             ptx_step = iteration * num_steps + step
             make = partial(self._gradients, rollout, targets, minibatch, cut, models, policy_learns, kl_coef, ptx_step)
             stats, ratios, too_far = within_memory(run, size, make, *models)
-            steps.append(Step(stats, ratios, too_far))
+            losses = _of_all(run, {name: value for name, value in stats.items() if name.endswith("_loss")})
+            steps.append(Step(stats, ratios, too_far, losses))
             if too_far:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 break
-            losses = {name: value for name, value in stats.items() if name.endswith("_loss")}
             norms = {
                 f"{name}_grad_norm": run.clip_gradients(model, settings.max_grad_norm) for name, model, _ in learners
             }
-            steps[-1].decisive = step_if_fine(run, optimizers, _of_all(run, losses) | norms)
+            steps[-1].decisive = step_if_fine(run, optimizers, losses | norms)
             if policy_learns and self.ema.decay is not None and are_finite(steps[-1].decisive):
                 self.ema.update(self.unwrapped_policy)
         return self._summed_up(steps, f"iteration {iteration + 1}: optimiser step {{}} of {num_steps}")
@@ -258,8 +258,8 @@ class Step:
     ratios: "Ratios"
     too_far: bool
     """Whether it would lead further than `target_kl`: it was not made, and is the last."""
-    decisive: dict[str, Tensor] = field(default_factory=dict)
-    """Losses and gradient norms over all processes, by which it was taken or left out."""
+    decisive: dict[str, Tensor]
+    """Losses over all processes and, where it was made, gradient norms, by which it counts or is left out."""
 
 
 class Ratios:

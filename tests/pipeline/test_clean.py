@@ -11,6 +11,7 @@ from pipeline_world import FakeStages, contents
 from rlhf.pipeline import clean, runner
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.recipe import load_recipe
+from rlhf.stages.alone import alone_in
 
 RUN = Path("run")
 Call = Callable[..., tuple[int, str, str]]
@@ -173,6 +174,15 @@ def test_it_is_refused_while_a_run_works_there_and_where_there_is_none(twice: di
     assert os.listdir("empty") == []
 
 
+def test_it_is_refused_while_a_stage_that_was_started_by_hand_trains_there(twice: dict[str, Path], rlhf: Call) -> None:
+    before = contents(RUN)
+    with alone_in(twice["old reward"]):
+        code, out, err = rlhf("clean", "run", "--yes")
+    assert (code, out) == (2, "")
+    assert f"{twice['old reward']}: another process is training in it" in err
+    assert contents(RUN) == before
+
+
 def test_a_run_takes_away_what_a_killed_one_left_half_written(world: Path, stages: FakeStages) -> None:
     run()
     (RUN / ".recipe.yaml.4711.writing").write_text("half")
@@ -180,6 +190,12 @@ def test_a_run_takes_away_what_a_killed_one_left_half_written(world: Path, stage
     run()
     assert not (RUN / ".recipe.yaml.4711.writing").exists()
     assert (RUN / ".mine.4711.writing").exists()
+    (left := RUN / "tokens" / ".text.writing").mkdir(parents=True)
+    with alone_in(next(RUN.glob("ppo-*"))):  # whose text it may be
+        run()
+    assert left.exists()
+    run()
+    assert not left.exists()
 
 
 def test_a_strangers_file_in_a_stages_folder_survives_resume_and_sealing(world: Path, stages: FakeStages) -> None:

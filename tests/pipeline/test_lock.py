@@ -70,6 +70,22 @@ def test_a_lock_that_is_given_back_leaves_nothing(run_dir: None) -> None:
     assert list(RUN.iterdir()) == []
 
 
+def test_a_helper_that_was_forked_keeps_no_folder_for_a_run_that_is_gone() -> None:
+    """A reward function may start one, which lives on where the run is killed."""
+    ours, theirs = socket.socketpair()
+    with held(RUN, 0):
+        if (helper := os.fork()) == 0:
+            ours.close()
+            theirs.sendall(b"here")
+            theirs.recv(1)
+            os._exit(0)
+        theirs.close()
+        ours.recv(4)
+    assert not in_use(RUN)
+    ours.close()
+    os.waitpid(helper, 0)
+
+
 def test_the_lock_of_a_run_that_was_killed_is_taken_over_with_one_line() -> None:
     program = """
     from pathlib import Path

@@ -209,7 +209,8 @@ def test_a_run_is_refused_beside_a_stage_by_hand_and_takes_nothing_of_it_away(
     assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 1
     (folder,) = RUN.glob("sft-*")
     stages.in_stage.clear()
-    files = {name: (folder / name).read_text() for name in ("status.json", "error.log")}
+    (folder / "settings.yaml").write_text("# as it was started\n")
+    files = {name: (folder / name).read_text() for name in ("status.json", "error.log", "settings.yaml")}
     with monkeypatch.context() as patch:
         patch.setattr(launch, "stays_in_process", lambda *_: in_process)
         patch.setattr(launch, "command", lambda *_: pytest.fail("it was started"))

@@ -1,7 +1,9 @@
 """The plan: run, resume or reuse, and the reason given."""
 
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +105,43 @@ def test_how_a_stage_ended_is_the_reason_to_resume_it(finished: Path, state: str
     (clear(folder) / "weights").write_text("abc")
     swap_in(folder, 3, processes=1, device="cpu", state={})
     assert plan()["reward"].reason == f"{ended}; goes on from step 3 of 10"
+
+
+def test_what_another_run_trains_at_this_moment_is_running(
+    world: Path, stages: FakeStages, rlhf: Callable[..., tuple[int, str, str]]
+) -> None:
+    seen: list[str] = []
+
+    def look(folder: Path) -> None:
+        for step in (50, None):  # it trains; it is loading
+            told = {"state": "running", "step": step, "steps": 120} if step else {}
+            (folder / "status.json").write_text(json.dumps(told))
+            seen.extend(
+                line for line in rlhf("plan", "recipe.yaml", "--run-dir", "run")[1].splitlines() if "sft-" in line
+            )
+
+    stages.in_stage["sft"] = look
+    run(load_recipe("recipe.yaml"), RUN, say=lambda text: None)
+    who = f"in another rlhf run (pid {os.getpid()} on {socket.gethostname()}, for 0 min)"
+    assert [" ".join(line.split()[3:]) for line in seen] == [f"running, step 50 of 120, {who}", f"running, {who}"]
+
+
+def test_what_a_kill_left_is_interrupted_while_another_run_works_on_something_else(
+    world: Path, stages: FakeStages, rlhf: Callable[..., tuple[int, str, str]]
+) -> None:
+    seen: list[str] = []
+
+    def look(folder: Path) -> None:
+        (left / "manifest.json").unlink()
+        (left / "status.json").write_text(json.dumps({"state": "running", "step": 3, "steps": 10}))
+        seen.append(rlhf("plan", "recipe.yaml", "--run-dir", "run")[1])
+
+    run(load_recipe("recipe.yaml"), RUN, say=lambda text: None)
+    left = next(RUN.glob("sft-*"))
+    stages.in_stage["reward"] = look
+    run(load_recipe("recipe.yaml", ["reward.learning_rate=0.5"]), RUN, say=lambda text: None)
+    assert "interrupted before its first checkpoint; starts over" in seen[0]
+    assert "another rlhf run" not in seen[0]
 
 
 def test_a_folder_without_manifest_is_resumed_from_its_newest_whole_checkpoint(finished: Path) -> None:

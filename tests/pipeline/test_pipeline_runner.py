@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import Scope
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.summary import as_sealed, read_summary, run_status
+from rlhf.stages.alone import alone_in
 
 RUN = Path("run")
 
@@ -260,6 +262,51 @@ def test_what_a_stage_said_itself_is_not_said_again(world: Path, stages: FakeSta
     assert said[1].endswith(" (stopped; starts over)")
 
 
+@pytest.mark.parametrize("left", [None, "running"])
+@pytest.mark.parametrize(("error", "ended"), [(SystemExit(130), "stopped"), (RunFailed("killed"), "failed")])
+def test_how_a_stage_ended_that_could_not_say_it_is_told_in_one_word(
+    world: Path,
+    stages: FakeStages,
+    monkeypatch: pytest.MonkeyPatch,
+    rlhf: Callable[..., tuple[int, str, str]],
+    left: str | None,
+    error: BaseException,
+    ended: str,
+) -> None:
+    """As when a signal comes while it imports torch, or its processes were killed."""
+
+    def end(stage: str, folder: Path, *_: Any) -> None:
+        if left:
+            (folder / "status.json").write_text(json.dumps({"state": left, "step": 3, "steps": 10, "message": ""}))
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run_stage", end)
+        with pytest.raises((RunStopped, RunFailed), match=r"pretrain: .*; no checkpoint yet; run again"):
+            run()
+    assert statuses()["pretrain"] == run_status(RUN)["pretrain"]["status"] == ended
+    reason = f"{ended} before its first checkpoint; starts over"
+    assert reason in rlhf("plan", "recipe.yaml", "--run-dir", "run")[1]
+    assert run()[0].endswith(f" ({reason})")
+
+
+def test_what_another_says_of_a_folder_in_which_it_trains_is_left_alone(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = '{"state": "running", "step": 3, "steps": 10, "message": "by hand"}'
+
+    def end(stage: str, folder: Path, *_: Any) -> None:
+        (folder / "status.json").write_text(theirs)
+        by_hand.enter_context(alone_in(folder))
+        raise SystemExit(130)
+
+    monkeypatch.setattr(runner, "run_stage", end)
+    with ExitStack() as by_hand:
+        with pytest.raises(RunStopped):
+            run()
+        assert (RUN / summary()["pretrain"]["folder"] / "status.json").read_text() == theirs
+
+
 def test_a_signal_too_late_to_interrupt_a_stage_still_ends_the_run(
     world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +344,30 @@ def test_seconds_add_up_over_attempts(world: Path, stages: FakeStages, monkeypat
     stages.in_stage.clear()
     run(scope=Scope(last="pretrain"))
     assert summary()["pretrain"]["seconds"] == 20
+
+
+def test_seconds_outlive_a_run_of_another_recipe(
+    world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(runner, "monotonic", lambda: next(clock))
+    run(scope=Scope(last="reward"))
+    stages.in_stage["ppo"] = raising(SystemExit(143))
+    with pytest.raises(RunStopped):
+        run()
+    stages.in_stage = {"reward": raising(SystemExit(143))}
+    with pytest.raises(RunStopped):
+        run("reward.learning_rate=0.002")
+    assert summary()["ppo"]["folder"] is None
+    stages.in_stage.clear()
+    run()
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo", "reward", "ppo"]
+    assert {stage: entry["seconds"] for stage, entry in summary().items()} == {
+        "pretrain": 10,
+        "sft": 10,
+        "reward": 10,
+        "ppo": 20,
+    }
 
 
 def test_two_runs_never_share_a_folder(world: Path, stages: FakeStages, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,7 +323,7 @@ def test_an_iteration_without_a_step_is_skipped_as_a_whole_and_so_many_stop_ppo(
 ) -> None:
     ppo_loss.bad = {5, 6, 7, 8, *range(13, 30)}  # four steps an iteration: the second, and from the fourth on all
     message = r"2 steps in a row .* step 5 \(of its optimiser steps none could be taken: .* policy gradient norm nan"
-    with pytest.raises(RuntimeError, match=message + r".*lower ppo\.learning_rate\. The last good checkpoint is step"):
+    with pytest.raises(RuntimeError, match=message + r".*lower ppo\.learning_rate or .*\. The last good checkpoint"):
         run_stage("ppo", tmp_path / "ppo", **inputs("ppo", chain), max_skipped=2, save_every=1)
     lines = (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()
     found = {row["step"]: row for row in map(json.loads, lines)}

@@ -130,6 +130,21 @@ def test_the_adapter_alone_makes_of_its_base_what_was_merged(made: dict[str, Pat
     assert "It belongs to pretrain:" in text
 
 
+@pytest.mark.parametrize(("model", "name"), [("base", "base"), ("./models/small", "small"), ("model", "model")])
+def test_an_adapter_says_the_name_of_the_folder_that_it_belongs_to(
+    made: dict[str, Path], tmp_path: Path, model: str, name: str
+) -> None:
+    stage = tmp_path / "sft"
+    shutil.copytree(made["lora"], stage)
+    settings = (stage / "settings.yaml").read_text().replace(str(made["pretrain"] / "model"), model)
+    (stage / "settings.yaml").write_text(settings)
+    (note,) = export_adapter(str(stage / "model"), tmp_path / "out")
+    assert note.startswith(f"It belongs to {name}: ")
+    text = card_of(tmp_path / "out")[1]
+    assert note in text
+    assert f"| {name} | rlhf.recipes.demo_world:demonstrations |" in text
+
+
 def test_an_adapter_on_a_base_is_merged(tmp_path: Path) -> None:
     save_folder(tmp_path / "base", tiny_policy(), byte_tokenizer())
     model = load_policy(str(tmp_path / "base"), byte_tokenizer())

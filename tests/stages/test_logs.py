@@ -237,3 +237,17 @@ def test_on_a_narrow_terminal_the_figures_stand_below_the_bar_each_in_one_piece(
     lines = [line.strip() for line in shown.getvalue().split("\n")]
     assert "5/10" in lines[-4]
     assert lines[-3:-1] == ["score -3.7  kl 0.01  entropy 6.05", "eos_share 0.5  explained_variance -110.8"]
+
+
+def test_a_failure_is_told_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which may be what failed; a traceback of the telling would hide it."""
+
+    def refuse(path: Path, _text: str) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(logs, "replace_text", refuse)
+    monkeypatch.delenv("RLHF_RUN", raising=False)
+    logs.tell_failure(tmp_path, "failed", "no room")
+    assert capsys.readouterr().err == "error: no room\n"

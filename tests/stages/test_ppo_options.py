@@ -18,6 +18,7 @@ from rlhf.data.collate import Blocks
 from rlhf.data.errors import SettingsError
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import PolicyModel
+from rlhf.stages.ppo import update as update_module
 from rlhf.stages.ppo.objective import AdaptiveKL, loss_denominator, policy_loss
 from rlhf.stages.ppo.rollout import Rollout
 from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets, update_moments
@@ -177,6 +178,28 @@ def test_target_kl_ends_an_iterations_updates(new_world: NewWorld) -> None:
         assert stats["num_updates"] == updates
     world = new_world(target_kl=1e-9, learning_rate=0.0, num_epochs=3)
     assert world.update(world.rollout())["num_updates"] == 6
+
+
+def test_a_step_that_led_too_far_counts_only_if_its_losses_are_numbers(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the second, whose value loss is none: the statistics are the first step's."""
+    losses: list[Any] = []
+    value_loss = update_module.value_loss
+
+    def spoilt(*given: Any) -> Any:
+        loss, stats = value_loss(*given)
+        losses.append(loss)
+        return loss, {name: value * (torch.nan if len(losses) > 1 else 1) for name, value in stats.items()}
+
+    monkeypatch.setattr(update_module, "value_loss", spoilt)
+    world = new_world(target_kl=1e-9, num_epochs=1, num_minibatches=2)
+    stats = world.update(world.rollout())
+    assert len(losses) == 2
+    assert stats["num_updates"] == 1
+    assert stats["value_loss"] == pytest.approx(losses[0].item())
+    assert world.updater.fault.startswith("policy loss ")
+    assert "value loss nan" in world.updater.fault
 
 
 # --- scores

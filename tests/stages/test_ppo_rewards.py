@@ -47,6 +47,14 @@ def endless_for_hello(prompts: list[str], responses: list[str]) -> list[float]:
     return [1e39 if response == "Hello!" else 1.0 for response in responses]  # too large for float32
 
 
+def too_long_for_hello(prompts: list[str], responses: list[str]) -> list[int]:
+    return [10**400 if response == "Hello!" else 1 for response in responses]
+
+
+def by_response(prompts: list[str], responses: list[str]) -> dict[str, float]:
+    return dict.fromkeys(responses, 1.0)
+
+
 def texts(prompts: list[str], responses: list[str]) -> list[str]:
     return ["1.0" for _ in responses]
 
@@ -299,6 +307,11 @@ HELLO = r"row 2 of 3: prompt 'Hi', response 'Hello!'"
         (no_h, rf"test_ppo_rewards:no_h: raised ZeroDivisionError: division by zero \({HELLO}\)"),
         (nan_for_hello, rf"test_ppo_rewards:nan_for_hello: gave nan, not a finite number \({HELLO}\)"),
         (endless_for_hello, rf"gave 1e\+39, not a finite number \({HELLO}\)"),
+        (too_long_for_hello, rf"gave 10+, not a finite number \({HELLO}\)"),
+        (
+            by_response,
+            r"by_response: raised TypeError: returned a dict, not a list of one number for each re.* \(row 1",
+        ),
         (texts, r"gave '1\.0', not a finite number \(row 1 of 3: prompt 'Sum 2 \+ 3', response 'It is 5\.'\)"),
         (forgets_hello, rf"forgets_hello: returned 2 for 3 responses \({HELLO}\)"),
         (no_answer_for_hello, rf"no_answer_for_hello: raised ZeroDivisionError: .* \({HELLO}\)"),

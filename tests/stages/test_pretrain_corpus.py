@@ -322,6 +322,12 @@ def test_a_stream_is_downloaded_once_a_file_at_a_time_and_goes_on_after_a_kill(
     assert record(folder)[0]["path"] == "owner/name"
 
 
+def test_a_file_that_lies_here_is_read_as_it_is_though_it_is_to_be_streamed(folder: Path, make: Prepare) -> None:
+    path = str(folder / "rows.jsonl")
+    corpora = [make(data={"path": path, "streaming": True}), make(data=path)]
+    assert corpora[0].rows.num_tokens == corpora[1].rows.num_tokens
+
+
 def test_a_kill_while_a_tokenizer_is_made_leaves_nothing_that_counts(
     folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,72 @@ def test_signals_that_come_together_are_one_and_a_later_one_ends_the_stage(
     assert stage.told == ("stopped", "stopped without saving anew; no checkpoint yet")
 
 
+class Dying:
+    """Something that calls a function while Python drops it, and discards what is raised there."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+
+    def __del__(self) -> None:
+        self.function()
+
+
+def drop(*functions: Callable[[], object]) -> None:
+    """Drop what calls the functions, one after the other; then do something that takes long."""
+    for function in functions:
+        Dying(function)
+    sleep(10)
+
+
+def interrupt() -> None:
+    signal.raise_signal(INT)
+
+
+def test_a_signal_that_comes_while_something_is_dropped_stops_the_stage_too(stage: Stage) -> None:
+    stage.stopping(training=False)
+    with signals.handled(), pytest.raises(Stopped) as stopped:
+        drop(interrupt)
+    assert stopped.value.code == 130
+    assert stage.told == ("stopped", "stopped before training; no checkpoint yet")
+    assert stage.said == ["stopped before training; no checkpoint yet; run again to go on"]  # once
+
+
+def test_a_process_with_nothing_to_save_stops_of_a_signal_however_often_it_is_discarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hook, handler = sys.__unraisablehook__, signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    with signals.handled(signals.exit_on_signal), pytest.raises(Stopped) as stopped:
+        drop(interrupt, lambda: sleep(10))  # the second is dropped when it is raised again
+    assert stopped.value.code == 130
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == (hook, handler)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_it_is_not_raised_where_python_still_looks_at_what_it_discards(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timer = signal.setitimer
+
+    def slowly(which: int, seconds: float, interval: float = 0.0) -> None:
+        set_timer(which, interval, interval)
+        if seconds > 0:  # which have gone by before this is left
+            signal.raise_signal(signal.SIGALRM)
+
+    monkeypatch.setattr(signal, "setitimer", slowly)
+    with signals.handled(signals.exit_on_signal), pytest.raises(Stopped):
+        drop(interrupt)
+
+
+def test_other_errors_of_what_is_dropped_are_told_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda discarded: told.append(discarded.exc_type))
+
+    with signals.handled(signals.exit_on_signal):
+        with pytest.raises(Stopped):
+            interrupt()
+        Dying(lambda: 1 / 0)
+    assert told == [ZeroDivisionError]
+
+
 def test_a_step_may_take_four_fifths_of_the_time(stage: Stage) -> None:
     stage.stopping(stop_within=0.5)
     began, left = monotonic(), []
