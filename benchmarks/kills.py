@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
 from campaign import Kill, campaign, differences, undisturbed
-from faults_world import Server, processes_of, write_world
+from faults_world import Server, write_world
 from points import OUTSIDE, STAGES
 
 RLHF = str(Path(sys.executable).parent / "rlhf")
@@ -125,6 +125,20 @@ def until_training(run: "subprocess.Popen[bytes]", folder: Path, stage: str, ste
         elif rows >= before + step:
             return rows
     return None
+
+
+def processes_of(run: Path, ranks_alone: bool = False) -> list[int]:
+    """Processes that work on a stage in this run folder (absolute): launchers and ranks, or ranks alone."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words, variables = ((path / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        is_rank = any(variable.startswith(b"RANK=") for variable in variables)
+        if (is_rank or not ranks_alone) and any(word.startswith(os.fsencode(run) + b"/") for word in words):
+            found.append(int(path.name))
+    return sorted(found)
 
 
 def table(rows: list[Row]) -> bool:

@@ -32,7 +32,7 @@ from rlhf.pipeline.summary import (
     write_summary,
 )
 from rlhf.stages.alone import alone_in
-from rlhf.stages.artifact import Artifact
+from rlhf.stages.artifact import Artifact, remove_temporaries
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import replace_text
 from rlhf.stages.evaluation.records import FIGURES
@@ -62,8 +62,6 @@ def run(
     scope = scope or Scope()
     with checked([recipe], run_dir, scope, say, source, verify) as (lock, [steps]):
         entries, changed, failed = run_steps(steps, recipe, run_dir, scope, lock, say, recipe.evaluate)
-        if recipe.evaluate and not changed:  # of a run that was killed meanwhile
-            changed = keep_current(run_dir, entries, recipe, recipe.stages[-1], lock, say)
         if changed or _report_is_old(run_dir):
             render_report(run_dir)
     if failed:
@@ -106,13 +104,14 @@ def run_steps(
 ) -> tuple[dict[str, Entry], bool, list[str]]:
     """Carry out a plan: the entries of summary.json, whether anything changed, and the gates that ended it early.
 
-    With `evaluate` the models are measured after each stage that was trained.
+    With `evaluate` the models are measured after each stage that was trained, and where a killed run did not do it.
     """
     earlier = read_summary(run_dir)
     entries = _first_entries(steps, recipe, run_dir, earlier)
     changed = write_summary(run_dir, entries)  # first: it marks the folder, and the files beside it, as ours
     write_recipe(run_dir, recipe)
     made: dict[str, Path | None] = {}
+    to_evaluate = evaluate
     for step in steps:
         rewards = in_round("reward", step.round)
         if step.stage == "ppo" and step.action != "skip" and rewards in entries:
@@ -130,14 +129,18 @@ def run_steps(
                 return entries, changed, []
             if evaluate and step.stage in ("pretrain", "sft", "ppo"):  # which make a model that answers
                 keep_current(run_dir, entries, recipe, step.stage, lock, say)
+                to_evaluate = False
         elif step.action == "reuse":
             assert step.folder is not None
-            rmtree(step.folder / "checkpoints", ignore_errors=True)  # which a kill after the seal may have left
+            rmtree(step.folder / "checkpoints", ignore_errors=True)  # which a kill after the seal may have left, as
+            remove_temporaries(step.folder)  # half a status.json
             entries[step.name] = _finished(step, recipe, run_dir, earlier.get(step.name, entries[step.name]))
             changed |= write_summary(run_dir, entries)
         made.pop(step.stage, None)
         if step.action != "skip":
             made[step.stage] = step.folder
+    if to_evaluate:  # of a run that was killed meanwhile
+        changed |= keep_current(run_dir, entries, recipe, recipe.stages[-1], lock, say)
     return entries, changed, []
 
 

@@ -51,7 +51,7 @@ def with_sampled_answers(
                 judged(judge, grown[len(rows) :], 0.0, settings.seed),
             )
         )
-        run.on_main(lambda: (run.folder / SAMPLED).unlink(missing_ok=True))
+    run.on_main(lambda: (run.folder / SAMPLED).unlink(missing_ok=True))  # a kill may have left it beside the answers
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     split = {side: [Ranking(**line[side]) for line in lines if side in line] for side in ("train", "eval")}
     return split["train"], split["eval"]

@@ -185,11 +185,14 @@ def test_it_is_refused_while_a_stage_that_was_started_by_hand_trains_there(twice
 
 def test_a_run_takes_away_what_a_killed_one_left_half_written(world: Path, stages: FakeStages) -> None:
     run()
-    (RUN / ".recipe.yaml.4711.writing").write_text("half")
-    (RUN / ".mine.4711.writing").write_text("theirs")
+    stage = next(RUN.glob("sft-*"))
+    for folder, name in ((RUN, "recipe.yaml"), (stage, "status.json")):  # of a stage that is finished
+        (folder / f".{name}.4711.writing").write_text("half")
+        (folder / ".mine.4711.writing").write_text("theirs")
     run()
-    assert not (RUN / ".recipe.yaml.4711.writing").exists()
-    assert (RUN / ".mine.4711.writing").exists()
+    for folder, name in ((RUN, "recipe.yaml"), (stage, "status.json")):
+        assert not (folder / f".{name}.4711.writing").exists()
+        assert (folder / ".mine.4711.writing").exists()
     (left := RUN / "tokens" / ".text.writing").mkdir(parents=True)
     with alone_in(next(RUN.glob("ppo-*"))):  # whose text it may be
         run()

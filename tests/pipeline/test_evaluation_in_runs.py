@@ -102,6 +102,18 @@ def test_what_a_kill_kept_from_being_measured_is_by_the_next_run(world: Path, st
     assert stages.evaluated[1:] == [ALL]
 
 
+def test_a_run_that_was_killed_before_it_wrote_that_ppo_is_done_is_measured_too(
+    world: Path, stages: FakeStages
+) -> None:
+    run()
+    (RUN / "evaluation.json").unlink()
+    summary = (RUN / "summary.json").read_text()
+    assert summary.count('"status": "done"') == 4
+    (RUN / "summary.json").write_text('"status": "running"'.join(summary.rsplit('"status": "done"', 1)))
+    run()
+    assert stages.evaluated[3:] == [ALL]
+
+
 def test_a_report_is_drawn_after_the_evaluation_that_it_shows(world: Path, stages: FakeStages) -> None:
     run()
     (RUN / "evaluation.json").unlink()

@@ -49,6 +49,10 @@ def test_a_stage_trains_on_them_as_on_others(tmp_path: Path) -> None:
     ranked = (tmp_path / "reward" / "answers.jsonl").read_text()
     assert ranked.count('"!!!!!!!"') == 12  # two equal ones count once
     assert not (tmp_path / "reward" / "sampled.jsonl").exists()
+    (tmp_path / "reward" / "manifest.json").unlink()
+    (tmp_path / "reward" / "sampled.jsonl").write_text("[]\n")  # as a kill leaves it
+    run_reward(tmp_path / "reward", str(tmp_path / "policy"), rows, **JUDGED, answers_from=source)
+    assert not (tmp_path / "reward" / "sampled.jsonl").exists()
 
 
 def test_answers_that_were_sampled_before_a_server_failed_are_kept(
