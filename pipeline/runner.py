@@ -132,8 +132,9 @@ def run_steps(
                 to_evaluate = False
         elif step.action == "reuse":
             assert step.folder is not None
-            rmtree(step.folder / "checkpoints", ignore_errors=True)  # which a kill after the seal may have left, as
-            remove_temporaries(step.folder)  # half a status.json
+            # A kill after the seal may have left them.
+            rmtree(step.folder / "checkpoints", ignore_errors=True)
+            remove_temporaries(step.folder)
             entries[step.name] = _finished(step, recipe, run_dir, earlier.get(step.name, entries[step.name]))
             changed |= write_summary(run_dir, entries)
         made.pop(step.stage, None)

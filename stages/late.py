@@ -69,9 +69,11 @@ def decides_on_device(optimizer: Any) -> bool:
     return getattr(getattr(optimizer, "optimizer", optimizer), "_step_supports_amp_scaling", False)
 
 
-def leave_out_if_bad(optimizer: Any, numbers: Mapping[str, Tensor]) -> None:
-    """Let the next step of an optimizer that decides on the device change nothing if a number is not finite."""
-    getattr(optimizer, "optimizer", optimizer).found_inf = (~are_finite(numbers)).float()
+def leave_out_if_bad(optimizers: Sequence[Any], numbers: Mapping[str, Tensor]) -> None:
+    """Let the next steps of optimizers that decide on the device change nothing if a number is not finite."""
+    found_inf = (~are_finite(numbers)).float()
+    for optimizer in optimizers:
+        getattr(optimizer, "optimizer", optimizer).found_inf = found_inf
 
 
 def are_finite(numbers: Mapping[str, Tensor]) -> Tensor:
@@ -92,8 +94,8 @@ def step_if_fine(
     gone in any case.
     """
     if run.accelerator.scaler is None and all(map(decides_on_device, optimizers)):
+        leave_out_if_bad(optimizers, numbers)
         for optimizer in optimizers:
-            leave_out_if_bad(optimizer, numbers)
             optimizer.step()
             optimizer.zero_grad()
         return numbers

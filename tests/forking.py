@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver, resource_tracker, util
@@ -32,6 +32,24 @@ IMPORTED = [
     "launching",
     "warmed",
 ]
+
+
+@contextlib.contextmanager
+def forked_helper() -> Iterator[None]:
+    """Inside, a child of this process lives that was forked from it and does nothing."""
+    ours, theirs = socket.socketpair()
+    if (child := os.fork()) == 0:
+        ours.close()
+        theirs.sendall(b"here")
+        theirs.recv(1)  # until the parent closes its end
+        os._exit(0)
+    theirs.close()
+    ours.recv(4)
+    try:
+        yield
+    finally:
+        ours.close()
+        os.waitpid(child, 0)
 
 
 @cache

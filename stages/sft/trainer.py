@@ -144,7 +144,7 @@ class CheckpointedTrainer(SFTTrainer):
         numbers = {"loss": loss, "grad_norm": norm.to(loss.device)}
         self.late.add(self.state.global_step + 1, {**numbers, "accuracy": accuracy})
         if self.accelerator.scaler is None and decides_on_device(self.optimizer):
-            leave_out_if_bad(self.optimizer, numbers)
+            leave_out_if_bad([self.optimizer], numbers)
         elif not self.settle(all_steps=True):
             model.zero_grad()  # without gradients, the step changes nothing
         return norm

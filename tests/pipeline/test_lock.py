@@ -9,10 +9,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep, time
 
 import pytest
+from forking import forked_helper
 from pipeline_world import FakeStages
 
 from rlhf.data.errors import SettingsError
@@ -72,18 +74,10 @@ def test_a_lock_that_is_given_back_leaves_nothing(run_dir: None) -> None:
 
 def test_a_helper_that_was_forked_keeps_no_folder_for_a_run_that_is_gone() -> None:
     """A reward function may start one, which lives on where the run is killed."""
-    ours, theirs = socket.socketpair()
-    with held(RUN, 0):
-        if (helper := os.fork()) == 0:
-            ours.close()
-            theirs.sendall(b"here")
-            theirs.recv(1)
-            os._exit(0)
-        theirs.close()
-        ours.recv(4)
-    assert not in_use(RUN)
-    ours.close()
-    os.waitpid(helper, 0)
+    with ExitStack() as living:
+        with held(RUN, 0):
+            living.enter_context(forked_helper())
+        assert not in_use(RUN)
 
 
 def test_the_lock_of_a_run_that_was_killed_is_taken_over_with_one_line() -> None:

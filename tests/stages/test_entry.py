@@ -4,14 +4,15 @@ import errno
 import fcntl
 import os
 import shlex
-import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from forking import forked_helper
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages import entry
@@ -110,22 +111,14 @@ def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path) -> 
 def test_a_folder_is_free_when_its_stage_has_ended_though_a_helper_of_it_lives_on(tmp_path: Path) -> None:
     """As one that loads rows, which is forked with all that is open."""
     other = os.open(tmp_path, os.O_RDONLY)
-    ours, theirs = socket.socketpair()
-    with alone_in(tmp_path):
-        if (helper := os.fork()) == 0:
-            ours.close()
-            theirs.sendall(b"here")
-            theirs.recv(1)
-            os._exit(0)
-        theirs.close()
-        ours.recv(4)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with pytest.raises(RefusedError), alone_in(tmp_path):
-        pass
-    os.close(other)
-    ours.close()
-    os.waitpid(helper, 0)
+    with ExitStack() as living:
+        with alone_in(tmp_path):
+            living.enter_context(forked_helper())
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(RefusedError), alone_in(tmp_path):
+            pass
+        os.close(other)
     with alone_in(tmp_path):
         pass
