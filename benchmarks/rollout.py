@@ -7,10 +7,11 @@
     python benchmarks/rollout.py --json FILE     the rows of the table, for machines
 
 Prompts of 128 random tokens, 256 new ones, no early stop; models are random. Seconds are of the whole call, the least
-of three; `first` is the first call, with what is compiled and captured in it. `bound` is what reading the weights and
+of six; `first` is the first call, with what is compiled and captured in it. `bound` is what reading the weights and
 the keys and values of a mean step takes at the bandwidth that copying has here, measured in the same run. `ragged`:
 each answer ends at a length between 16 and 256 that is drawn for it, four times as many prompts as slots (and as rows
-of a batch of `generate`); useful tokens per second, and their share of the fixed-length figure. `logprobs`: mean and
+of a batch of `generate`); useful tokens per second, and their share of the fixed-length figure. `of many`: that share
+with sixteen times as many prompts, where the last answers, which leave slots empty, weigh less. `logprobs`: mean and
 largest distance of the engine's log-probabilities from those of a teacher-forced forward pass; `from float32`, of a
 pass in float32, and `forced from float32`, of the one pass from the other. `chi2`: distance of 4,096 second tokens
 from their law, in standard deviations of the chi-squared distribution, at temperatures 1 and 0.7 (below 4 is as it
@@ -117,8 +118,9 @@ def measure(shape: str, size: int, device: torch.device, bandwidth: float, no_pe
     for key, value in peers(model, prompts, new, dynamic_only=shape == "small").items() if not no_peer else ():
         found[key] = value
         found[f"× {key}"] = found["tokens/s"] / value
-    found["ragged"], peer = ragged(model, size, prompt, new, with_peer=not no_peer)
+    found["ragged"], peer = ragged(model, size, prompt, new, 4, with_peer=not no_peer)
     found["ragged share"] = found["ragged"] / found["tokens/s"]
+    found["of many"] = ragged(model, size, prompt, new, 16, with_peer=False)[0] / found["tokens/s"]
     if not no_peer:
         found["× ragged generate"] = found["ragged"] / peer
     found |= distances(model, prompts, ours())
@@ -137,7 +139,7 @@ def peers(model: PreTrainedModel, prompts: list[list[int]], new: int, dynamic_on
             continue
         call = lambda more=more: model.generate(ids, **settings, **more)  # noqa: E731
         call()
-        found[name] = len(prompts) * new / seconds(call, 2)
+        found[name] = len(prompts) * new / seconds(call)
     return found
 
 
@@ -188,14 +190,17 @@ def usual_settings(ids: torch.Tensor, new: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ragged(model: PreTrainedModel, size: int, prompt: int, new: int, with_peer: bool) -> tuple[float, float]:
-    """Useful tokens per second, of ours and of `generate`, of answers that end after a number of tokens of their own.
+def ragged(
+    model: PreTrainedModel, size: int, prompt: int, new: int, times: int, with_peer: bool
+) -> tuple[float, float]:
+    """Useful tokens per second, of ours and of `generate`, of answers that end after a number of tokens of their own,
+    to `times` as many prompts as there are slots.
 
     A random model draws stop tokens too seldom, so rows are told that they have made some tokens already.
     """
     draw = random.Random(0)
     lengths = {
-        tuple(draw.randrange(5, 500) for _ in range(prompt)): draw.randint(new // 16, new) for _ in range(4 * size)
+        tuple(draw.randrange(5, 500) for _ in range(prompt)): draw.randint(new // 16, new) for _ in range(times * size)
     }
 
     class Ending(static._Writing):
@@ -277,7 +282,7 @@ def measured_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / seconds(lambda: target.copy_(source), 5)
 
 
-def seconds(call: Callable[[], Any], times: int = 3) -> float:
+def seconds(call: Callable[[], Any], times: int = 6) -> float:
     """The least of so many calls."""
     found = []
     for _ in range(times):

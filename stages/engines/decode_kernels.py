@@ -104,27 +104,27 @@ def take(
     last: Tensor,
     made: Tensor,
     done: Tensor,
+    told: Tensor,
     lengths: Tensor,
     tokens: Tensor,
     logprobs: Tensor,
 ) -> None:
-    """Draw a token for each row of `logits` [n,V] and write it down, as `_Writing._store` does.
+    """Draw a token for each row of `logits` [n,V] and write it down, as `_Writing._store` and `_tell` do.
 
     First a chunk of the vocabulary is drawn by the chunks' sums of exponentials, then a token in it, so that all
-    logits are read once. `seed` [1] counts up.
+    logits are read once. `seed` [1] counts up. `told` may be pinned memory: a copy would take as long as some kernels.
     """
     num, size = logits.shape
     num_chunks = triton.cdiv(size, _CHUNK)
     sums = torch.empty(2, num, num_chunks, dtype=torch.float32, device=logits.device)
     law = scale, softcap or 0.0, 1 / temperature
     shape = {"CAPPED": softcap is not None, "CHUNK": _CHUNK, "num_warps": 8}
-    _sum_up[(num, num_chunks)](logits, sums, size, logits.stride(0), sums.stride(0), *law, **shape)
+    _sum_up[(num, num_chunks)](logits, sums, seed, size, logits.stride(0), sums.stride(0), *law, **shape)
     _draw[(num,)](
         logits, sums, seed, size, logits.stride(0), sums.stride(0), num_chunks, *law, stops, len(stops), last, made,
-        done, lengths, tokens, logprobs, tokens.stride(0), tokens.shape[1] - 1,
+        done, told, lengths, tokens, logprobs, tokens.stride(0), tokens.shape[1] - 1,
         CHUNKS=triton.next_power_of_2(num_chunks), STOPS=triton.next_power_of_2(max(len(stops), 1)), **shape,
     )  # fmt: skip
-    seed += 1
 
 
 @triton.jit
@@ -138,10 +138,12 @@ def _shaped(logits, row, place, size, l_b, scale, softcap, inverse_temperature, 
 
 @triton.jit
 def _sum_up(
-    logits, sums, size, l_b, s_s, scale, softcap, inverse_temperature, CAPPED: tl.constexpr, CHUNK: tl.constexpr
+    logits, sums, seed, size, l_b, s_s, scale, softcap, inverse_temperature, CAPPED: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Of one chunk of a row: the largest logit, and the sum of exponentials below it."""
+    """Of one chunk of a row: the largest logit, and the sum of exponentials below it. Counts `seed` up, for `_draw`."""
     b, chunk = tl.program_id(0), tl.program_id(1)
+    if b + chunk == 0:
+        tl.store(seed, tl.load(seed) + 1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     z = _shaped(logits, b, place, size, l_b, scale, softcap, inverse_temperature, CAPPED)
     high = tl.maximum(tl.max(z, 0), -1e30)  # a chunk may hold nothing but tokens that are ruled out
@@ -162,7 +164,7 @@ def _first_beyond(weights, point, N: tl.constexpr):
 @triton.jit
 def _draw(
     logits, sums, seed, size, l_b, s_s, num_chunks, scale, softcap, inverse_temperature, stops, num_stops, last, made,
-    done, lengths, tokens, logprobs, t_b, limit, CHUNKS: tl.constexpr, STOPS: tl.constexpr, CAPPED: tl.constexpr,
+    done, told, lengths, tokens, logprobs, t_b, limit, CHUNKS: tl.constexpr, STOPS: tl.constexpr, CAPPED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Draw the token of a row from its chunks and write it down."""
@@ -192,5 +194,7 @@ def _draw(
     going = tl.where(was_done, 0, 1)
     tl.store(made + b, num + going)
     tl.store(lengths + b, tl.load(lengths + b) + going)
-    tl.store(done + b, was_done | hit | (num + going >= limit))
+    is_done = was_done | hit | (num + going >= limit)
+    tl.store(done + b, is_done)
+    tl.store(told + b, is_done)
     tl.store(last + b, token.to(tl.int64))

@@ -2,8 +2,7 @@
 
 Each row has a slot. A row that has ended is taken out: a waiting prompt is put in its place, or, where none waits,
 the last rows move up, so that one long answer does not hold the others. On a GPU a step is a CUDA graph, and what is
-done with the logits is inside; the CPU looks every few steps at what had ended a few steps before, so that the GPU
-never waits for it.
+done with the logits is inside; the CPU looks at what had ended a step before, so that the GPU never waits for it.
 """
 
 from collections import deque
@@ -91,16 +90,16 @@ class StaticEngine:
 
 @dataclass
 class _Look:
-    """At which slots were done at some step."""
+    """At which slots are done at some step."""
 
-    done: Tensor  # [N] on the CPU
+    done: Tensor  # [N] on the CPU; steps to come write to it too
     there: torch.cuda.Event | None
-    """When it has arrived."""
+    """When that step has been made."""
     changed: set[int] = field(default_factory=set)
     """Slots that were given to another row since then."""
 
     def ended(self, num: int) -> list[int]:
-        """Those of the first `num` slots whose rows are done."""
+        """Those of the first `num` slots whose rows are done, at that step or by now: a row that is done stays so."""
         if self.there is not None:
             self.there.synchronize()
         return [slot for slot, done in enumerate(self.done[:num].tolist()) if done and slot not in self.changed]
@@ -118,12 +117,12 @@ def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> 
     begun = [0] * num_slots  # steps that had been made when a row began
     looks: deque[_Look] = deque()
     while owners:
-        rounds = max(min(writing.rounds, limit - 1 - writing.num_steps + max(begun)), 0)
-        for _ in range(rounds):
+        goes_on = writing.num_steps - max(begun) < limit - 1
+        if goes_on:
             writing.step(len(owners))
-        if rounds or not looks:
+        if goes_on or not looks:
             looks.append(writing.look())
-        if rounds and len(looks) <= writing.lag:
+        if goes_on and len(looks) <= writing.lag:
             continue
         ended = looks.popleft().ended(len(owners))
         few = len(ended) * 8 < len(owners)
@@ -172,10 +171,13 @@ class _Writing:
         self.twin, self.slots, self.max_new_tokens = twin, slots, max_new_tokens
         self.temperature, self.pad_token_id = temperature, pad_token_id
         device, num = slots.lengths.device, slots.shape[0]
-        self.stops = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
+        self.stops = sent(device, torch.tensor(stop_token_ids, dtype=torch.long))[0]
         self.made = torch.zeros(num, dtype=torch.long, device=device)  # [N] new tokens
         self.last = torch.zeros_like(self.made)  # [N] newest token
         self.done = torch.zeros_like(self.made, dtype=torch.bool)
+        self.told = self.done  # [N] where the CPU reads it
+        if graphs is not None:
+            self.told = torch.zeros(num, dtype=torch.bool, pin_memory=device.type == "cuda")
         # What a row that is done still makes goes to a column of its own.
         self.tokens = self.made.new_full((num, max_new_tokens + 1), pad_token_id)
         self.logprobs = torch.zeros(num, max_new_tokens + 1, device=device)
@@ -186,8 +188,7 @@ class _Writing:
         self.newest: torch.cuda.CUDAGraph | None = None
         self.num_steps = 0
         self.prefill = Prefill(twin, slots, graphs, pad_token_id)
-        # Steps between two looks at what is done, and how many looks it takes until one is acted on.
-        self.rounds, self.lag = (1, 0) if graphs is None else (2, 1)
+        self.lag = 0 if graphs is None else 1  # steps that are made before a look at what is done is acted on
 
     def begin(self, slots: list[int], prompts: list[list[int]]) -> None:
         """Read prompts, each into its slot, and draw the first token of each. Equal prompts are read once."""
@@ -203,8 +204,10 @@ class _Writing:
         size = max(LOGITS_AT_ONCE // self.twin.vocab_size, 1)
         parts = [self._draw(self.twin.logits(some)) for some in states[order].split(size)]
         tokens, logprobs = (torch.cat(part) for part in zip(*parts, strict=True))
-        self.made[rows], self.done[rows], self.tokens[rows] = 0, False, self.pad_token_id
+        for tensor, start in ((self.made, 0), (self.done, False), (self.tokens, self.pad_token_id)):
+            tensor.index_fill_(0, rows, start)  # an assignment of a number would wait for the GPU to have it
         self._store(rows, tokens, logprobs)
+        self._tell()
 
     def step(self, num: int) -> None:
         """One more token in each of the first `num` slots."""
@@ -222,12 +225,10 @@ class _Writing:
 
     def look(self) -> _Look:
         """At what is done after the steps so far."""
-        done = self.done.to("cpu", non_blocking=True)
-        if self.graphs is None:
-            return _Look(done, None)
-        there = torch.cuda.Event()
-        there.record()
-        return _Look(done, there)
+        there = None if self.graphs is None else torch.cuda.Event()
+        if there is not None:
+            there.record()
+        return _Look(self.told, there)
 
     def move(self, sources: list[int], targets: list[int], longest: int) -> None:
         """Rows that are under way move to other slots; they have no more than `longest` tokens."""
@@ -261,11 +262,12 @@ class _Writing:
             from rlhf.stages.engines import decode_kernels
 
             law = self.twin.scale, self.twin.softcap, self.temperature
-            state = self.last, self.made, self.done, self.slots.lengths, self.tokens, self.logprobs
+            state = self.last, self.made, self.done, self.told, self.slots.lengths, self.tokens, self.logprobs
             decode_kernels.take(logits, self.seed, *law, self.stops, *state)
             return
         self.slots.lengths[:num] += ~self.done[:num]
         self._store(slice(num), *self._draw(logits))
+        self._tell()
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return draw(shaped(logits, self.twin.scale, self.twin.softcap, self.temperature))
@@ -279,6 +281,11 @@ class _Writing:
         made = made + ~done
         done = done | torch.isin(tokens, self.stops) | (made >= self.max_new_tokens)
         self.made[rows], self.done[rows], self.last[rows] = made, done, tokens
+
+    def _tell(self) -> None:
+        """The CPU what is done."""
+        if self.told is not self.done:
+            self.told.copy_(self.done, non_blocking=True)
 
     def _capture(self, graphs: Graphs, num: int) -> torch.cuda.CUDAGraph:
         """A graph of `_step`, which changes nothing here."""
@@ -299,5 +306,8 @@ class _Writing:
 
 
 def _rows_of_graph(num: int, most: int) -> int:
-    """Rows of the graph that serves `num` rows: the next power of two, so that there are few graphs."""
-    return min(max(1 << (num - 1).bit_length(), FEWEST_ROWS), most)
+    """Rows of the graph that serves `num` rows: the next power of two, so that there are few graphs, or, of more than
+    64 rows, three quarters of it."""
+    power = 1 << (num - 1).bit_length()
+    rows = power * 3 // 4 if 64 < num <= power * 3 // 4 else power
+    return min(max(rows, FEWEST_ROWS), most)

@@ -175,7 +175,8 @@ def test_the_kernel_draws_from_the_law_and_writes_it_down(temperature: float, si
     done = torch.arange(MANY, device=DEVICE) < 10
     tokens = torch.full((MANY, 4), -1, device=DEVICE)
     logprobs, seed = torch.zeros(MANY, 4, device=DEVICE), torch.tensor([7], device=DEVICE)
-    state = last, made, done, lengths, tokens, logprobs
+    told = torch.zeros(MANY, dtype=torch.bool).pin_memory()
+    state = last, made, done, told, lengths, tokens, logprobs
     decode_kernels.take(logits.expand(MANY, -1), seed, 1.5, softcap, temperature, stops, *state)
     going = torch.arange(MANY, device=DEVICE) >= 10
     places = 3 - 2 * going.long()  # a row that is done has a column for what it still makes
@@ -186,6 +187,7 @@ def test_the_kernel_draws_from_the_law_and_writes_it_down(temperature: float, si
     assert torch.equal(made, torch.where(going, places + 1, 1))
     assert torch.equal(lengths, 5 + going)
     assert torch.equal(done, ~going | torch.isin(found, stops) | (places == 2))
+    assert torch.equal(told, done.cpu())
     torch.testing.assert_close(logprobs.gather(-1, places[:, None])[:, 0], law[found], rtol=0, atol=1e-4)
     bins = torch.arange(size, device=DEVICE) * 97 // size  # few, each with many tokens where there are many
     shares = torch.zeros(97, device=DEVICE).index_add_(0, bins, law.exp())

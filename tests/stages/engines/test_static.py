@@ -48,17 +48,23 @@ def test_many_prompts_share_few_slots(num_slots: int) -> None:
     assert (responses.mask.sum(-1) == 20).any()
 
 
-@pytest.mark.parametrize(("num_slots", "rounds"), [(2, 1), (5, 1), (1, 4), (16, 4)])
-def test_what_has_ended_may_be_seen_late(num_slots: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose steps are under way when those before are looked at: no row is taken for the one before it."""
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(("num_slots", "lag"), [(2, 1), (5, 1), (1, 4), (16, 4)])
+def test_what_has_ended_may_be_seen_late(
+    num_slots: int, lag: int, fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose steps are under way when those before are looked at: no row is taken for the one before it.
+
+    What is seen may be as it was after the step that is looked at, or as later steps have left it.
+    """
 
     class Late(static._Writing):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            self.rounds, self.lag = rounds, 1
+            self.lag = lag
 
         def look(self) -> static._Look:
-            return static._Look(self.done.clone(), None)
+            return static._Look(self.told if fresh else self.done.clone(), None)
 
     monkeypatch.setattr(static, "_Writing", Late)
     model = new_model("mistral")
@@ -96,12 +102,9 @@ class Graphs:
         return Graph(function, self.slots)
 
 
-@pytest.mark.parametrize("num_slots", [2, 12, 24])
-@pytest.mark.parametrize("same", [False, True])
-def test_prompts_that_take_the_place_of_others_may_be_read_in_recorded_passes(
-    num_slots: int, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, which makes more steps while something is recorded."""
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Graphs]:
+    """Those of each rollout to come."""
     recordings: list[Graphs] = []
 
     class Recorded(static._Writing):
@@ -111,9 +114,18 @@ def test_prompts_that_take_the_place_of_others_may_be_read_in_recorded_passes(
             self.in_kernels = False
 
         def look(self) -> static._Look:
-            return static._Look(self.done.clone(), None)
+            return static._Look(self.told, None)
 
     monkeypatch.setattr(static, "_Writing", Recorded)
+    return recordings
+
+
+@pytest.mark.parametrize("num_slots", [2, 12, 24])
+@pytest.mark.parametrize("same", [False, True])
+def test_prompts_that_take_the_place_of_others_may_be_read_in_recorded_passes(
+    num_slots: int, same: bool, recordings: list[Graphs]
+) -> None:
+    """As on a GPU, which makes more steps while something is recorded."""
     model = new_model("mistral")
     prompts = [[3 + i // 3, 4] if same else [3 + i, 4] * (1 + i % 5) * 4 for i in range(90)]
     responses = drawn(StaticEngine(model, batch_size=num_slots), prompts, 10)
@@ -122,6 +134,22 @@ def test_prompts_that_take_the_place_of_others_may_be_read_in_recorded_passes(
     assert recorded
     assert len(set(recorded)) == len(recorded)
     assert all(width % 32 == 0 or width == recordings[0].slots.shape[1] for _, width in recorded)
+
+
+def test_answers_of_one_token_take_no_step(recordings: list[Graphs]) -> None:
+    model = new_model("mistral")
+    responses = drawn(StaticEngine(model, batch_size=3), PROMPTS, 1)
+    assert_sampled(model, PROMPTS, responses, 0.7, STOPS, 1)
+    assert all(shapes[0] == "prefill" for shapes in recordings[0].shapes)
+
+
+@pytest.mark.parametrize(
+    ("num", "rows"),
+    [(1, 8), (8, 8), (9, 16), (33, 64), (64, 64), (65, 96), (96, 96), (97, 128), (150, 192), (193, 256)],
+)
+def test_a_graph_serves_up_to_so_many_rows(num: int, rows: int) -> None:
+    assert static._rows_of_graph(num, 300) == rows
+    assert static._rows_of_graph(num, num) == num
 
 
 # --- what is computed
