@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, size: str) -> dict[str, dict[str, Any]]
     columns = ("s/iteration", *PHASES, "samples/s", "peak GiB", "planned", "first, s", "TRL / this")
     print(
         f"{size}: {given['prompts']} prompts x {given['prompt_tokens']} tokens, {given['new_tokens']} new tokens, "
-        f"{EPOCHS} epochs, microbatch {given['microbatch'] or 'all'}\n{'':14}"
+        f"{EPOCHS} epochs, microbatch {given['microbatch'] or 'all'}, of ours {options.settings}\n{'':14}"
         + "".join(f"{column:>12}" for column in columns),
         flush=True,
     )

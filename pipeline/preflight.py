@@ -65,7 +65,7 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
     gpus = visible_gpus()
     refuse_bad_configs(recipe, [settings.stage for settings in to_run], gpus, say)
     problems = [line for settings in to_run for line in misfits(settings, recipe, gpus)]
-    problems += _too_long(steps, recipe)
+    problems += too_long(steps, recipe)
     if problems:
         raise SettingsError("\n".join(problems))
     for settings in to_run:
@@ -88,7 +88,7 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
         refuse_damaged_model(model, verify)
 
 
-def _too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
+def too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
     """Sequences that the model has no positions for. One that is still to be made has those of the model that it starts
     from; what is not in a local folder is the stage's to check."""
     made: dict[str, int | None] = {}

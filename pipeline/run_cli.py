@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import SettingsError, printable
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.tables import in_one_line, show_table
 
@@ -115,13 +115,15 @@ def plan(
     Data are hashed, and their rows not read: `rlhf run` does that before it trains, `rlhf data check` at once.
     """
     from rlhf.pipeline.plan import Scope, make_plan, with_running
+    from rlhf.pipeline.preflight import too_long
     from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.recipe import load_recipe
     from rlhf.pipeline.references import models_of
 
     folder = run_dir or _default_run_dir(recipe)
     with waiting("looking at data and models"):
-        steps = make_plan(load_recipe(recipe, overrides or ()), folder, Scope(from_, to, frozenset(force or ())))
+        loaded = load_recipe(recipe, overrides or ())
+        steps = make_plan(loaded, folder, Scope(from_, to, frozenset(force or ())))
         steps = with_running(steps, folder)
     rows = [(s.name, s.action, s.folder.name if s.folder else "", s.reason) for s in steps]
     show_table(("stage", "action", "folder", "why"), rows)
@@ -135,6 +137,8 @@ def plan(
     if any(step.action in ("run", "resume") for step in steps):
         print("rows were not read: `rlhf run` does so before it trains, `rlhf data check PATH --as KIND` at once")
     print(f"run folder: {in_one_line(str(folder))}")
+    if problems := list(too_long(steps, loaded)):
+        raise SettingsError("\n".join(problems))
 
 
 @run_app.command()
@@ -150,7 +154,7 @@ def status(run_dir: RunArgument, as_json: JsonOption = False) -> None:
     else:
         _stage_table(stages)
         for told in messages(stages):
-            print(told)
+            print(printable(told))
 
 
 @run_app.command()

@@ -56,6 +56,23 @@ def test_plan_and_status_tell_and_touch_nothing(world: Path, stages: FakeStages,
     assert contents(world) == before
 
 
+def test_a_plan_of_what_the_model_has_no_positions_for_is_refused_as_the_run_is(
+    world: Path, stages: FakeStages, rlhf: Call
+) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"max_position_embeddings": 64}')
+    words = "recipe.yaml", "sft.model=./base", "sft.max_length=65", "reward.max_length=64"
+    short = "ppo.max_prompt_length=5", "ppo.max_new_tokens=59"
+    code, out, err = rlhf("plan", *words, *short)
+    assert code == 2
+    assert [line.split()[0] for line in out.splitlines()[:5]] == ["stage", "pretrain", "sft", "reward", "ppo"]
+    assert (
+        err
+        == rlhf("run", *words, *short)[2]
+        == "error: sft.max_length is 65, but the model has 64 positions; lower it\n"
+    )
+
+
 def test_one_stage_alone_takes_its_input_from_the_run_folder_or_the_recipe(
     world: Path,
     stages: FakeStages,
@@ -221,7 +238,7 @@ def test_force_says_which_finished_stages_have_to_run_again(world: Path, stages:
 
 def test_status_tells_messages_below_a_table_that_fits_80_columns(world: Path, stages: FakeStages, rlhf: Call) -> None:
     def broken(folder: Path) -> None:
-        raise RuntimeError(f"weights are not finite\nin layer 3 {'of many ' * 40}")
+        raise RuntimeError(f"weights are \x1b[31mnot finite\nin layer 3 {'of many ' * 40}")
 
     stages.in_stage["sft"] = broken
     rlhf("run", "recipe.yaml", "--run-dir", "one")
@@ -231,4 +248,4 @@ def test_status_tells_messages_below_a_table_that_fits_80_columns(world: Path, s
     ]  # fmt: skip
     assert max(map(len, table)) <= 80
     assert "step 3 of 10" in table[2]
-    assert message.startswith("sft: weights are not finite in layer 3 of many of many ")
+    assert message.startswith("sft: weights are  [31mnot finite in layer 3 of many of many ")
