@@ -10,12 +10,12 @@ Prompts of 128 random tokens, 256 new ones, no early stop; models are random. Se
 of six; `first` is the first call, with what is compiled and captured in it. `bound` is what reading the weights and
 the keys and values of a mean step takes at the bandwidth that copying has here, measured in the same run. `ragged`:
 each answer ends at a length between 16 and 256 that is drawn for it, four times as many prompts as slots (and as rows
-of a batch of `generate`); useful tokens per second, and their share of the fixed-length figure. `of many`: that share
-with sixteen times as many prompts, where the last answers, which leave slots empty, weigh less. `logprobs`: mean and
-largest distance of the engine's log-probabilities from those of a teacher-forced forward pass; `from float32`, of a
-pass in float32, and `forced from float32`, of the one pass from the other. `chi2`: distance of 4,096 second tokens
-from their law, in standard deviations of the chi-squared distribution, at temperatures 1 and 0.7 (below 4 is as it
-should be).
+of a batch of `generate`); useful tokens per second, the better of two calls (one of `generate`), and their share of
+the fixed-length figure. `of many`: that share with sixteen times as many prompts, where the last answers, which leave
+slots empty, weigh less. `logprobs`: mean and largest distance of the engine's log-probabilities from those of a
+teacher-forced forward pass; `from float32`, of a pass in float32, and `forced from float32`, of the one pass from the
+other. `chi2`: distance of 4,096 second tokens from their law, in standard deviations of the chi-squared distribution,
+at temperatures 1 and 0.7 (below 4 is as it should be).
 
 `--run`: a rollout of the run's PPO stage, its prompts and its limits, by its own two models, which end their answers;
 seconds are medians of eleven turns.

@@ -97,13 +97,14 @@ def _attend(
 def take(
     logits: Tensor,
     seed: Tensor,
+    steps: Tensor,
     scale: float,
     softcap: float | None,
     temperature: float,
     stops: Tensor,
     last: Tensor,
     made: Tensor,
-    done: Tensor,
+    ended: Tensor,
     told: Tensor,
     lengths: Tensor,
     tokens: Tensor,
@@ -112,17 +113,18 @@ def take(
     """Draw a token for each row of `logits` [n,V] and write it down, as `_Writing._store` and `_tell` do.
 
     First a chunk of the vocabulary is drawn by the chunks' sums of exponentials, then a token in it, so that all
-    logits are read once. `seed` [1] counts up. `told` may be pinned memory: a copy would take as long as some kernels.
+    logits are read once. `steps` [1] counts up, and `seed` [1] is added to it for the numbers. `told` may be pinned
+    memory: a copy would take as long as some kernels.
     """
     num, size = logits.shape
     num_chunks = triton.cdiv(size, _CHUNK)
     sums = torch.empty(2, num, num_chunks, dtype=torch.float32, device=logits.device)
     law = scale, softcap or 0.0, 1 / temperature
     shape = {"CAPPED": softcap is not None, "CHUNK": _CHUNK, "num_warps": 8}
-    _sum_up[(num, num_chunks)](logits, sums, seed, size, logits.stride(0), sums.stride(0), *law, **shape)
+    _sum_up[(num, num_chunks)](logits, sums, steps, size, logits.stride(0), sums.stride(0), *law, **shape)
     _draw[(num,)](
-        logits, sums, seed, size, logits.stride(0), sums.stride(0), num_chunks, *law, stops, len(stops), last, made,
-        done, told, lengths, tokens, logprobs, tokens.stride(0), tokens.shape[1] - 1,
+        logits, sums, seed, steps, size, logits.stride(0), sums.stride(0), num_chunks, *law, stops, len(stops), last,
+        made, ended, told, lengths, tokens, logprobs, tokens.stride(0), tokens.shape[1] - 1,
         CHUNKS=triton.next_power_of_2(num_chunks), STOPS=triton.next_power_of_2(max(len(stops), 1)), **shape,
     )  # fmt: skip
 
@@ -138,12 +140,12 @@ def _shaped(logits, row, place, size, l_b, scale, softcap, inverse_temperature, 
 
 @triton.jit
 def _sum_up(
-    logits, sums, seed, size, l_b, s_s, scale, softcap, inverse_temperature, CAPPED: tl.constexpr, CHUNK: tl.constexpr
+    logits, sums, steps, size, l_b, s_s, scale, softcap, inverse_temperature, CAPPED: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Of one chunk of a row: the largest logit, and the sum of exponentials below it. Counts `seed` up, for `_draw`."""
+    """Of one chunk of a row: the largest logit, and the sum of exponentials below it. Counts `steps` for `_draw`."""
     b, chunk = tl.program_id(0), tl.program_id(1)
     if b + chunk == 0:
-        tl.store(seed, tl.load(seed) + 1)
+        tl.store(steps, tl.load(steps) + 1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     z = _shaped(logits, b, place, size, l_b, scale, softcap, inverse_temperature, CAPPED)
     high = tl.maximum(tl.max(z, 0), -1e30)  # a chunk may hold nothing but tokens that are ruled out
@@ -163,9 +165,9 @@ def _first_beyond(weights, point, N: tl.constexpr):
 
 @triton.jit
 def _draw(
-    logits, sums, seed, size, l_b, s_s, num_chunks, scale, softcap, inverse_temperature, stops, num_stops, last, made,
-    done, told, lengths, tokens, logprobs, t_b, limit, CHUNKS: tl.constexpr, STOPS: tl.constexpr, CAPPED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, sums, seed, steps, size, l_b, s_s, num_chunks, scale, softcap, inverse_temperature, stops, num_stops, last,
+    made, ended, told, lengths, tokens, logprobs, t_b, limit, CHUNKS: tl.constexpr, STOPS: tl.constexpr,
+    CAPPED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Draw the token of a row from its chunks and write it down."""
     b = tl.program_id(0)
@@ -175,7 +177,8 @@ def _draw(
     totals = tl.load(here + s_s, mask=c < num_chunks, other=0.0)
     high = tl.max(highs, 0)
     weights = totals * tl.exp(highs - high)
-    first, second, _, _ = tl.rand4x(tl.load(seed), b)
+    step = tl.load(steps)
+    first, second, _, _ = tl.rand4x(tl.load(seed) + step, b)
     chunk = _first_beyond(weights, first, CHUNKS)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     z = _shaped(logits, b, place, size, l_b, scale, softcap, inverse_temperature, CAPPED)
@@ -183,18 +186,19 @@ def _draw(
     token = chunk * CHUNK + chosen
     logit = tl.sum(tl.where(place == token, z, 0.0), 0)
     logprob = logit - (high + tl.log(tl.sum(weights, 0)))
-    was_done = tl.load(done + b) != 0
+    was = tl.load(ended + b)
+    going = was < 0
     num = tl.load(made + b)
-    slot = tl.where(was_done, limit, num)
+    slot = tl.where(going, num, limit)
     tl.store(tokens + b * t_b + slot, token.to(tl.int64))
     tl.store(logprobs + b * t_b + slot, logprob)
     s = tl.arange(0, STOPS)
     stop = tl.load(stops + s, mask=s < num_stops, other=-1)
     hit = tl.sum((stop == token).to(tl.int32), 0) > 0
-    going = tl.where(was_done, 0, 1)
-    tl.store(made + b, num + going)
-    tl.store(lengths + b, tl.load(lengths + b) + going)
-    is_done = was_done | hit | (num + going >= limit)
-    tl.store(done + b, is_done)
-    tl.store(told + b, is_done)
+    more = tl.where(going, 1, 0)
+    tl.store(made + b, num + more)
+    tl.store(lengths + b, tl.load(lengths + b) + more)
+    now = tl.where(going & (hit | (num + more >= limit)), step, was)
+    tl.store(ended + b, now)
+    tl.store(told + b, now)
     tl.store(last + b, token.to(tl.int64))

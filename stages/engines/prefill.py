@@ -4,7 +4,7 @@ Python takes about a millisecond to launch a layer, a GPU far less to work it of
 take the place of others come a few at a time, so their passes are recorded, for rows and tokens of some numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Prefill:
         shape = given[0].shape[0], given[0].shape[1]
         if shape not in self._recorded:
             go_on()
-            self._recorded[shape] = _Pass(self, given, self.graphs)
+            self._recorded[shape] = _Pass(self.forward, given, self.graphs, ("prefill", shape, self.slots.shape))
         return self._recorded[shape].replay(given)[: len(rows)]
 
     def forward(self, ids: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ class Prefill:
 
 
 class _Pass:
-    """A forward pass that is recorded."""
+    """A forward pass that is recorded. The function is not kept: with it the slots would outlive their rollout."""
 
-    def __init__(self, prefill: Prefill, given: list[Tensor], graphs: Graphs) -> None:
-        self._prefill, self._given = prefill, given
-        self._graph = graphs.capture(self._run, ("prefill", given[0].shape, prefill.slots.shape))
+    def __init__(self, forward: Callable[..., Tensor], given: list[Tensor], graphs: Graphs, shapes: Hashable) -> None:
+        def run() -> None:
+            self._states = forward(*given)
 
-    def _run(self) -> None:
-        self._states = self._prefill.forward(*self._given)
+        self._given = given
+        self._graph = graphs.capture(run, shapes)
 
     def replay(self, given: list[Tensor]) -> Tensor:
         """What `forward` gives for other prompts of the same shape."""

@@ -92,17 +92,19 @@ class StaticEngine:
 class _Look:
     """At which slots are done at some step."""
 
-    done: Tensor  # [N] on the CPU; steps to come write to it too
+    told: Tensor  # [N] where the CPU reads when each was done; steps to come write to it too
+    num_steps: int
     there: torch.cuda.Event | None
     """When that step has been made."""
     changed: set[int] = field(default_factory=set)
     """Slots that were given to another row since then."""
 
     def ended(self, num: int) -> list[int]:
-        """Those of the first `num` slots whose rows are done, at that step or by now: a row that is done stays so."""
+        """Those of the first `num` slots whose rows were done at that step, however late this is asked."""
         if self.there is not None:
             self.there.synchronize()
-        return [slot for slot, done in enumerate(self.done[:num].tolist()) if done and slot not in self.changed]
+        told = enumerate(self.told[:num].tolist())
+        return [slot for slot, step in told if 0 <= step <= self.num_steps and slot not in self.changed]
 
 
 def _schedule(writing: "_Writing", prompts: list[list[int]], num_slots: int) -> tuple[Tensor, Tensor]:
@@ -174,10 +176,11 @@ class _Writing:
         self.stops = sent(device, torch.tensor(stop_token_ids, dtype=torch.long))[0]
         self.made = torch.zeros(num, dtype=torch.long, device=device)  # [N] new tokens
         self.last = torch.zeros_like(self.made)  # [N] newest token
-        self.done = torch.zeros_like(self.made, dtype=torch.bool)
-        self.told = self.done  # [N] where the CPU reads it
+        self.ended = torch.full_like(self.made, -1)  # [N] steps that had been made when a row was done; -1 before
+        self.steps = torch.zeros_like(self.made[:1])  # [1] that have been made
+        self.told = self.ended  # [N] where the CPU reads it
         if graphs is not None:
-            self.told = torch.zeros(num, dtype=torch.bool, pin_memory=device.type == "cuda")
+            self.told = torch.empty_like(self.ended, device="cpu", pin_memory=device.type == "cuda")
         # What a row that is done still makes goes to a column of its own.
         self.tokens = self.made.new_full((num, max_new_tokens + 1), pad_token_id)
         self.logprobs = torch.zeros(num, max_new_tokens + 1, device=device)
@@ -204,7 +207,7 @@ class _Writing:
         size = max(LOGITS_AT_ONCE // self.twin.vocab_size, 1)
         parts = [self._draw(self.twin.logits(some)) for some in states[order].split(size)]
         tokens, logprobs = (torch.cat(part) for part in zip(*parts, strict=True))
-        for tensor, start in ((self.made, 0), (self.done, False), (self.tokens, self.pad_token_id)):
+        for tensor, start in ((self.made, 0), (self.ended, -1), (self.tokens, self.pad_token_id)):
             tensor.index_fill_(0, rows, start)  # an assignment of a number would wait for the GPU to have it
         self._store(rows, tokens, logprobs)
         self._tell()
@@ -228,13 +231,13 @@ class _Writing:
         there = None if self.graphs is None else torch.cuda.Event()
         if there is not None:
             there.record()
-        return _Look(self.told, there)
+        return _Look(self.told, self.num_steps, there)
 
     def move(self, sources: list[int], targets: list[int], longest: int) -> None:
         """Rows that are under way move to other slots; they have no more than `longest` tokens."""
         old, new = self._index(list(zip(sources, targets, strict=True)))
         self.slots.copy(old, new, num_tokens=longest)
-        for tensor in (self.made, self.last, self.done, self.tokens, self.logprobs):
+        for tensor in (self.made, self.last, self.ended, self.tokens, self.logprobs):
             tensor[new] = tensor[old]
 
     def shrinks(self, num: int, num_ended: int) -> bool:
@@ -262,10 +265,11 @@ class _Writing:
             from rlhf.stages.engines import decode_kernels
 
             law = self.twin.scale, self.twin.softcap, self.temperature
-            state = self.last, self.made, self.done, self.told, self.slots.lengths, self.tokens, self.logprobs
-            decode_kernels.take(logits, self.seed, *law, self.stops, *state)
+            state = self.last, self.made, self.ended, self.told, self.slots.lengths, self.tokens, self.logprobs
+            decode_kernels.take(logits, self.seed, self.steps, *law, self.stops, *state)
             return
-        self.slots.lengths[:num] += ~self.done[:num]
+        self.steps += 1
+        self.slots.lengths[:num] += self.ended[:num] < 0
         self._store(slice(num), *self._draw(logits))
         self._tell()
 
@@ -274,26 +278,27 @@ class _Writing:
 
     def _store(self, rows: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
         """Tokens [n] that were drawn for `rows`."""
-        made, done = self.made[rows], self.done[rows]
-        place = torch.where(done, self.max_new_tokens, made)
+        made, ended = self.made[rows], self.ended[rows]
+        going = ended < 0
+        place = torch.where(going, made, self.max_new_tokens)
         where = torch.arange(len(self.made), device=made.device)[rows]
         self.tokens[where, place], self.logprobs[where, place] = tokens, logprobs
-        made = made + ~done
-        done = done | torch.isin(tokens, self.stops) | (made >= self.max_new_tokens)
-        self.made[rows], self.done[rows], self.last[rows] = made, done, tokens
+        made = made + going
+        ends = going & (torch.isin(tokens, self.stops) | (made >= self.max_new_tokens))
+        self.made[rows], self.ended[rows], self.last[rows] = made, torch.where(ends, self.steps, ended), tokens
 
     def _tell(self) -> None:
-        """The CPU what is done."""
-        if self.told is not self.done:
-            self.told.copy_(self.done, non_blocking=True)
+        """The CPU when rows were done."""
+        if self.told is not self.ended:
+            self.told.copy_(self.ended, non_blocking=True)
 
     def _capture(self, graphs: Graphs, num: int) -> torch.cuda.CUDAGraph:
-        """A graph of `_step`, which changes nothing here."""
+        """A graph of `_step`, which changes nothing here; `told` may name the step to come, which no look asks for."""
         shapes = num, self.slots.shape, self.tokens.shape, len(self.stops)
         self.slots.next_step()
         if graphs.is_known(shapes):
             return graphs.capture(lambda: self._step(num), shapes)
-        state = self.slots.lengths, self.made, self.last, self.done, self.tokens, self.logprobs, self.seed
+        state = self.slots.lengths, self.made, self.last, self.ended, self.steps, self.tokens, self.logprobs
         saved = [tensor.clone() for tensor in state]
         graph = graphs.capture(lambda: self._step(num), shapes)
         for tensor, value in zip(state, saved, strict=True):

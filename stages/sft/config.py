@@ -59,7 +59,15 @@ class SFTSettings(StageSettings):
             "output_dir", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size",
             "gradient_accumulation_steps", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm",
             "max_length", "seed", "bf16", "fp16", "use_cpu", "logging_steps", "save_steps", "report_to",
-            "packing", "padding_free", "torch_compile", "train_sampling_strategy",
+            "packing", "padding_free", "torch_compile", "train_sampling_strategy", "max_steps", "dataset_kwargs",
+            "remove_unused_columns", "disable_tqdm", "logging_nan_inf_filter", "logging_strategy", "save_strategy",
+        }  # fmt: skip
+        of_others = {
+            "eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model",
+            "save_total_limit", "save_only_model", "resume_from_checkpoint", "auto_find_batch_size", "push_to_hub",
+            "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision", "deepspeed", "fsdp",
+            "fsdp_config", "parallelism_config", "accelerator_config", "enable_jit_checkpoint", "torch_compile_backend",
+            "torch_compile_mode",
         }  # fmt: skip
         for name in args:
             if name == "hub_token":
@@ -68,6 +76,11 @@ class SFTSettings(StageSettings):
                 )
             if name in ours:
                 raise ValueError(f"'{name}' has a setting of its own in this section or follows from one")
+            if name in of_others:
+                raise ValueError(
+                    f"'{name}' is not for this stage, which evaluates, saves, compiles and spreads models over processes "
+                    "in its own way; leave it out"
+                )
             if name not in known:
                 listed = "TRL's page on SFTConfig lists them"
                 raise ValueError(f"trl.SFTConfig has no field '{name}'; {nearest(name, sorted(known), listed)}")

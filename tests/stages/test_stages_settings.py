@@ -84,8 +84,12 @@ def test_fields_of_the_trainer_pass_through_and_unknown_ones_do_not() -> None:
     assert SFTSettings.load({"data": "x.jsonl", "args": {"neftune_noise_alpha": 5}}, "sft").args
     with pytest.raises(SettingsError, match="SFTConfig has no field 'neftune_noise'; did you mean"):
         SFTSettings.load({"data": "x.jsonl", "args": {"neftune_noise": 5}}, "sft")
-    with pytest.raises(SettingsError, match="'learning_rate' has a setting of its own"):
-        SFTSettings.load({"data": "x.jsonl", "args": {"learning_rate": 5}}, "sft")
+    for name in ("learning_rate", "max_steps", "save_strategy", "remove_unused_columns"):
+        with pytest.raises(SettingsError, match=f"'{name}' has a setting of its own"):
+            SFTSettings.load({"data": "x.jsonl", "args": {name: 5}}, "sft")
+    for name in ("push_to_hub", "eval_strategy", "deepspeed", "torch_compile_backend"):
+        with pytest.raises(SettingsError, match=f"'{name}' is not for this stage, which evaluates, saves, compiles"):
+            SFTSettings.load({"data": "x.jsonl", "args": {name: "x"}}, "sft")
     with pytest.raises(SettingsError, match=r"sft\.args: 'liger_kernel_config': leave fused_linear_cross_entropy out"):
         SFTSettings.load(
             {"data": "x.jsonl", "args": {"liger_kernel_config": {"fused_linear_cross_entropy": True}}}, "sft"

@@ -172,12 +172,12 @@ def test_the_kernel_draws_from_the_law_and_writes_it_down(temperature: float, si
     last, made, lengths = (torch.zeros(MANY, dtype=torch.long, device=DEVICE) for _ in range(3))
     made[:], lengths[:] = 1, 5
     made[10:20] = 2  # for whom this is the last one
-    done = torch.arange(MANY, device=DEVICE) < 10
+    ended = torch.where(torch.arange(MANY, device=DEVICE) < 10, 3, -1)
     tokens = torch.full((MANY, 4), -1, device=DEVICE)
-    logprobs, seed = torch.zeros(MANY, 4, device=DEVICE), torch.tensor([7], device=DEVICE)
-    told = torch.zeros(MANY, dtype=torch.bool).pin_memory()
-    state = last, made, done, told, lengths, tokens, logprobs
-    decode_kernels.take(logits.expand(MANY, -1), seed, 1.5, softcap, temperature, stops, *state)
+    logprobs, seed, steps = torch.zeros(MANY, 4, device=DEVICE), *torch.tensor([[7], [40]], device=DEVICE)
+    told = torch.zeros(MANY, dtype=torch.long).pin_memory()
+    state = last, made, ended, told, lengths, tokens, logprobs
+    decode_kernels.take(logits.expand(MANY, -1), seed, steps, 1.5, softcap, temperature, stops, *state)
     going = torch.arange(MANY, device=DEVICE) >= 10
     places = 3 - 2 * going.long()  # a row that is done has a column for what it still makes
     places[10:20] = 2
@@ -186,13 +186,14 @@ def test_the_kernel_draws_from_the_law_and_writes_it_down(temperature: float, si
     assert torch.equal(last, found)
     assert torch.equal(made, torch.where(going, places + 1, 1))
     assert torch.equal(lengths, 5 + going)
-    assert torch.equal(done, ~going | torch.isin(found, stops) | (places == 2))
-    assert torch.equal(told, done.cpu())
+    ends = torch.isin(found, stops) | (places == 2)
+    assert torch.equal(ended, torch.where(going, torch.where(ends, 41, -1), 3))
+    assert torch.equal(told, ended.cpu())
     torch.testing.assert_close(logprobs.gather(-1, places[:, None])[:, 0], law[found], rtol=0, atol=1e-4)
     bins = torch.arange(size, device=DEVICE) * 97 // size  # few, each with many tokens where there are many
     shares = torch.zeros(97, device=DEVICE).index_add_(0, bins, law.exp())
     assert_drawn_from(shares, bins[found])
-    assert seed.item() == 8
+    assert (seed.item(), steps.item()) == (7, 41)
 
 
 # --- the attention of a step

@@ -1,16 +1,19 @@
 """The built-in engine reads every family as the family's own forward pass does, and leaves nothing in the model."""
 
+import gc
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engines_world import CONFIGS, PROMPTS, STOPS, adapted, assert_sampled, drawn, new_model, read
 from stages_world import tiny_policy
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf.stages import adapters
-from rlhf.stages.engines import slots, static
+from rlhf.stages.engines import Responses, slots, static
 from rlhf.stages.engines.static import FAMILIES, StaticEngine
 from rlhf.stages.engines.twin import Twin, _Product
 from rlhf.stages.ppo.layout import recompute_layers
@@ -48,30 +51,32 @@ def test_many_prompts_share_few_slots(num_slots: int) -> None:
     assert (responses.mask.sum(-1) == 20).any()
 
 
-@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize(("num_slots", "lag"), [(2, 1), (5, 1), (1, 4), (16, 4)])
-def test_what_has_ended_may_be_seen_late(
-    num_slots: int, lag: int, fresh: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, whose steps are under way when those before are looked at: no row is taken for the one before it.
-
-    What is seen may be as it was after the step that is looked at, or as later steps have left it.
-    """
-
-    class Late(static._Writing):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.lag = lag
-
-        def look(self) -> static._Look:
-            return static._Look(self.told if fresh else self.done.clone(), None)
-
-    monkeypatch.setattr(static, "_Writing", Late)
+def test_what_has_ended_may_be_seen_late(num_slots: int, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose steps are under way when those before are looked at: no row is taken for the one before it,
+    and how far the steps to come are does not matter, so that one seed is one rollout."""
     model = new_model("mistral")
     prompts = [[3 + i, 4] * (1 + i % 5) for i in range(40)]
-    responses = drawn(StaticEngine(model, batch_size=num_slots), prompts)
+
+    def late(fresh: bool) -> tuple[Responses, Tensor]:
+        class Late(static._Writing):
+            def __init__(self, *given: Any) -> None:
+                super().__init__(*given)
+                self.lag = lag
+
+            def look(self) -> static._Look:
+                return static._Look(self.told if fresh else self.told.clone(), self.num_steps, None)
+
+        monkeypatch.setattr(static, "_Writing", Late)
+        responses = drawn(StaticEngine(model, batch_size=num_slots), prompts)
+        monkeypatch.undo()
+        return responses, torch.rand(1)
+
+    (responses, drawn_next), (others, others_next) = late(fresh=False), late(fresh=True)
     assert_sampled(model, prompts, responses, 0.7, STOPS, 20)
     assert (responses.mask.sum(-1) == 20).any()
+    assert torch.equal(responses.tokens, others.tokens)
+    assert torch.equal(drawn_next, others_next)
 
 
 class Graph:
@@ -86,10 +91,11 @@ class Graph:
 
 
 class Graphs:
-    """Those of a GPU, on a CPU."""
+    """Those of a GPU, on a CPU. `trials` are called after a function of shapes that are new was run."""
 
     def __init__(self, slots_: slots.Slots) -> None:
         self.slots, self.shapes, self.known = slots_, [], set[Any]()
+        self.trials: list[Callable[[], object]] = []
 
     def is_known(self, shapes: Any) -> bool:
         return shapes in self.known
@@ -98,6 +104,8 @@ class Graphs:
         self.shapes.append(shapes)
         if shapes not in self.known:
             function()
+            for trial in self.trials:
+                trial()
         self.known.add(shapes)
         return Graph(function, self.slots)
 
@@ -114,7 +122,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Graphs]:
             self.in_kernels = False
 
         def look(self) -> static._Look:
-            return static._Look(self.told, None)
+            return static._Look(self.told, self.num_steps, None)
 
     monkeypatch.setattr(static, "_Writing", Recorded)
     return recordings
@@ -134,6 +142,63 @@ def test_prompts_that_take_the_place_of_others_may_be_read_in_recorded_passes(
     assert recorded
     assert len(set(recorded)) == len(recorded)
     assert all(width % 32 == 0 or width == recordings[0].slots.shape[1] for _, width in recorded)
+
+
+def test_a_step_that_is_tried_before_it_is_recorded_ends_no_row(
+    recordings: list[Graphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU has made the step before and the trial, and not yet begun what is recorded, when the CPU looks."""
+
+    class Tried(static._Writing):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.looks: list[static._Look] = []
+            recordings[-1].trials.append(self.seen)
+
+        def look(self) -> static._Look:
+            self.looks.append(super().look())
+            return self.looks[-1]
+
+        def seen(self) -> None:
+            for look in self.looks[-1:]:
+                look.told = look.told.clone()
+
+    monkeypatch.setattr(static, "_Writing", Tried)
+    model = new_model("mistral")
+    prompts = [[3 + i % 90, 4] * (1 + i % 5) for i in range(100)]
+    responses = drawn(StaticEngine(model), prompts, 50)
+    assert_sampled(model, prompts, responses, 0.7, STOPS, 50)
+
+
+def test_slots_are_gone_when_their_rollout_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for Python to find circles, which may take until after the update."""
+    there: list[weakref.ref[slots.Slots]] = []
+
+    class Forgetful:
+        """They keep no more of a function than CUDA graphs do."""
+
+        def capture(self, function: Callable[[], object], _: Any) -> SimpleNamespace:
+            function()
+            kept = there[-1]
+            return SimpleNamespace(replay=lambda: kept().lengths.zero_())  # type: ignore[union-attr]
+
+    class Recorded(static._Writing):
+        def __init__(self, twin: Twin, slots_: slots.Slots, _: Any, *law: Any) -> None:
+            there.append(weakref.ref(slots_))
+            super().__init__(twin, slots_, None, *law)
+            self.prefill.graphs = Forgetful()  # type: ignore[assignment]
+
+        def _go_on(self) -> None:
+            pass
+
+    monkeypatch.setattr(static, "_Writing", Recorded)
+    gc.collect()
+    gc.disable()
+    try:
+        drawn(StaticEngine(new_model("mistral"), batch_size=8), [[3 + i, 4] for i in range(40)])
+        assert there[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_answers_of_one_token_take_no_step(recordings: list[Graphs]) -> None:
