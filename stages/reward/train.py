@@ -33,6 +33,7 @@ from rlhf.stages.models import (
 from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, trained
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.packing import MULTIPLE, as_written, packs_here, reads_packs
+from rlhf.stages.profile import cost_of
 from rlhf.stages.reward.answers import judged, with_sampled_answers
 from rlhf.stages.reward.batches import Batch, Ranked, collate, encode_rows, padded, passes
 from rlhf.stages.reward.config import RewardSettings
@@ -78,6 +79,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     if settings.lora:
         adapters.add_lora(model.classifier, settings.lora)
     run.in_memory = weights_in_memory(model, *([lm_head] if lm_head else []))
+    cost = cost_of(model.classifier, 2)
     run.spread(model)
     with gathered(model):
         model.packed = packs_here(settings.packing, run.device, run.accelerator.mixed_precision) and reads_packs(
@@ -105,8 +107,12 @@ def train(folder: str | Path) -> dict[str, Any]:
             step, run.num_steps, settings.learning_rate, math.ceil(settings.warmup_share * run.num_steps), 0.1
         )
         set_learning_rate(optimizer, learning_rate)
-        batch = [data[i] for i in batch_indices(len(data), batch_size, step, settings.seed)]
-        late.add(step + 1, optimise(run, model, optimizer, batch, pad, lm_head, multiple))
+        places = batch_indices(len(data), batch_size, step, settings.seed)
+        late.add(step + 1, optimise(run, model, optimizer, [data[i] for i in places], pad, lm_head, multiple))
+        read = [len(answer.input_ids) for i in run.shard(places) for answer in data[i].answers]
+        lengths = torch.tensor(read, dtype=torch.float64)
+        run.count_tokens(int(lengths.sum()))
+        run.phases.count("update", float(lengths.sum()), flops=cost.learning(lengths, torch.zeros_like(lengths)))
         done, last = step + 1, step + 1 == run.num_steps
         evaluate_now = last or done % settings.eval_every == 0
         told_now = evaluate_now or any(done % every == 0 for every in (settings.log_every, settings.save_every))
@@ -241,7 +247,6 @@ def optimise(
         return totals
 
     of_ranks, of_language = run.sum(within_memory(run, len(mine), gradients, model))
-    run.count_tokens(sum(len(answer.input_ids) for i in mine for answer in batch[i].answers))
     found = {"loss": of_ranks, "grad_norm": run.clip_gradients(model, settings.max_grad_norm)}
     found |= {} if lm_head is None else {"lm_loss": of_language}
     return step_if_fine(run, [optimizer], found)

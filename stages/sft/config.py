@@ -78,8 +78,8 @@ class SFTSettings(StageSettings):
                 raise ValueError(f"'{name}' has a setting of its own in this section or follows from one")
             if name in of_others:
                 raise ValueError(
-                    f"'{name}' is not for this stage, which evaluates, saves, compiles and spreads models over processes "
-                    "in its own way; leave it out"
+                    f"'{name}' is not for this stage, which evaluates, saves, compiles and spreads models over "
+                    "processes in its own way; leave it out"
                 )
             if name not in known:
                 listed = "TRL's page on SFTConfig lists them"

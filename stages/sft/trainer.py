@@ -22,6 +22,7 @@ from rlhf.stages.late import Late, decides_on_device, leave_out_if_bad
 from rlhf.stages.models import compile_layers
 from rlhf.stages.out_of_memory import doing, within_memory
 from rlhf.stages.processes import DDP
+from rlhf.stages.profile import cost_of
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.sft.config import SFTSettings
 from rlhf.stages.sft.objective import Passage, Reading, num_targets
@@ -48,6 +49,7 @@ class CheckpointedTrainer(SFTTrainer):
         self.accelerator.backward = marked
         decoder = self.model.get_base_model() if settings.lora else self.model
         give_losses(decoder, self)
+        self.cost = cost_of(decoder, 2)
         run.spread(self.model)
         # Layers that were gathered are in the type of autocast.
         with gathered(self.model), run.accelerator.autocast() if run.sharding else nullcontext():
@@ -95,6 +97,9 @@ class CheckpointedTrainer(SFTTrainer):
 
         loss = within_memory(run, len(rows), gradients, model)
         run.count_tokens(sum(len(row.input_ids) for row in rows))
+        lengths = torch.tensor([(row.prompt_length, num_targets(row)) for row in rows], dtype=torch.float64)
+        prompts, responses = lengths.reshape(-1, 2).unbind(1)
+        run.phases.count("update", float(lengths.sum()), flops=self.cost.learning(prompts, responses))
         self.made = torch.stack(
             [loss / run.num_processes, torch.stack(self.correct).sum().to(loss.device) / num_tokens]
         )

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from ppo_world import model_folders, run_ppo
-from stages_world import byte_tokenizer, run_stage, tiny_policy
+from stages_world import byte_tokenizer, inputs, run_stage, tiny_policy
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf.pipeline import summary
 from rlhf.stages import adapters, profile
@@ -212,6 +213,22 @@ def test_ppo_on_a_known_device_logs_shares_of_its_bounds(
     run_ppo(tmp_path, given, report_to=[], num_iterations=1, layout=layout)
     row = Artifact(tmp_path).metrics[0]
     assert all(row[name] > 0 for name in ("bandwidth_share_rollout", "flops_share_scoring", "flops_share_update"))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward"])
+def test_sft_and_reward_log_the_share_of_what_the_tokens_of_a_step_need(
+    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    monkeypatch.setattr(profile, "limits", lambda name, precision: Limits(1e9, 1e9))
+    run_stage(stage, tmp_path, log_every=1, **inputs(stage, chain))
+    kind = AutoModelForCausalLM if stage == "sft" else AutoModelForSequenceClassification
+    cost = cost_of(kind.from_pretrained(tmp_path / "model"), 4)
+    for row in Artifact(tmp_path).metrics[:3]:
+        tokens = row["tokens_per_second_update"] * row["seconds_update"]
+        operations = row["flops_share_update"] * 1e9 * row["seconds_update"]
+        least = 3 * 2 * cost.trunk * tokens  # forward and backward; attention and the logits of responses come on top
+        most = 3 * (2 * (cost.trunk + cost.head) + 96 * cost.attention) * tokens
+        assert 0.98 * least < operations < most
 
 
 def test_pretraining_tells_updates_from_evaluations(tmp_path: Path) -> None:
