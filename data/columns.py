@@ -46,6 +46,11 @@ def columns_found(columns: Iterable[object]) -> str:
     return f"{COLUMNS_FOUND}{names(columns)})"
 
 
+def with_map(name: str, column: str = "YOURS") -> str:
+    """How to say that `column` holds what we call `name`: in a recipe, and to the commands that read rows."""
+    return f"map: {{{name}: {column}}} (`rlhf data`: --map {name}={column})"
+
+
 def names(columns: Iterable[object]) -> str:
     """The first columns of a row, without the plain names that were added to it."""
     told = list(_first_of_alike(columns))

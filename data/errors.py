@@ -21,6 +21,10 @@ class SettingsError(RefusedError):
     """A recipe or setting that cannot be used; the message names the key and the cure."""
 
 
+class ConnectionLost(RuntimeError):
+    """The hub was there and is gone; the same command may succeed later. Exit code 1, not a refusal."""
+
+
 class Stopped(SystemExit):
     """A signal ended what was being done, which can be resumed; `code` is the exit code that goes with it."""
 
@@ -34,7 +38,8 @@ def _is_stop(error: BaseException) -> bool:
 
 _CURES = {
     errno.ENOSPC: "make room there",
-    errno.EDQUOT: "make room there",
+    errno.EDQUOT: "free some of the quota there, or have it raised",
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`), or name a place on another file system",
     errno.EACCES: "change its mode, or that of its folder, or name another place",
     errno.EPERM: "change its mode, or that of its folder, or name another place",
     errno.EROFS: "name another place",
@@ -68,6 +73,11 @@ def plain_words(details: Mapping[str, Any]) -> str:
 def printable(text: str) -> str:
     """Without signs that would do something to a terminal, such as colour it; lines stay."""
     return "".join(sign if sign.isprintable() or sign in "\n\t" else " " for sign in text)
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name, of a file perhaps, can be written as UTF-8; bytes that are none are in it as surrogates."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in name)
 
 
 def _is_somewhere() -> bool:

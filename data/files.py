@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf.data.errors import DataError, SettingsError
+from rlhf.data.errors import DataError, SettingsError, is_utf8
 
 KNOWN_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 DOCUMENTS = (".txt", ".md", "")  # each file is one text
@@ -59,6 +59,8 @@ def folder_files(folder: Path) -> list[Path]:
 
 def hash_file(sha: "hashlib._Hash", file: Path, name: str) -> None:
     """Add a file's name, size and bytes to a hash. Raises DataError for one that cannot be read."""
+    if not is_utf8(str(file)):
+        raise DataError(f"{str(file)!r}: the name is not UTF-8, in which settings are written; rename the file")
     try:
         sha.update(f"file:{name}:{file.stat().st_size}\n".encode())
         with file.open("rb") as stream:

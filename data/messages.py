@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from rlhf.data.columns import with_map
 from rlhf.data.files import DECODER, describe, json_detail
 
 Messages = list[dict[str, str]]  # [{"role": …, "content": …}, …]
@@ -154,7 +155,7 @@ def system_column(row: dict[str, Any]) -> str | None:
 
 def no_system_message(column: str) -> str:
     """What to do about a column of this name that means something else."""
-    return f"rename the column, or call it something else with map: {{source: {column}}}"
+    return f"rename the column, or call it something else with {with_map('source', column)}"
 
 
 def with_system(prompt: Messages, row: dict[str, Any]) -> Messages:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.columns import COLUMNS_FOUND, columns_found, find
+from rlhf.data.columns import COLUMNS_FOUND, columns_found, find, with_map
 from rlhf.data.examples import Demonstration, Prompt, Ranking, ranked
 from rlhf.data.files import TABLES, suffixes
 from rlhf.data.messages import (
@@ -34,6 +34,7 @@ NEEDS = {
     "prompts": "prompt, or messages",
 }
 NO_PROMPT = "no prompt"  # why a row cannot be used that has no column of ours
+NO_RANKS = "answers without their ranks"
 # What a source's `map` can name.
 COLUMNS = (
     "text",
@@ -115,6 +116,9 @@ def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
         responses, ranks = _ranked(columns.get(name), columns["ranks"], name, prompt)
         strengths = _strengths(columns.get("strengths"), len(responses))
     elif "prompt" in columns:
+        answers = _first_of(columns, "responses", "completions")
+        if answers in columns and not {"chosen", "rejected"} & columns.keys():
+            raise Unusable(NO_RANKS, f": no column 'ranks' (1 is the best) beside {answers!r}{columns_found(columns)}")
         shape = "prompt, chosen, rejected"
         prompt = as_prompt(columns["prompt"])
         responses = [_response(columns, name, prompt) for name in ("chosen", "rejected")]
@@ -145,9 +149,12 @@ def cure(source: Source, kind: str, why: str) -> str:
     if COLUMNS_FOUND not in why or source.map or source.format is not None:
         return ""
     if kind == "text":
-        return f"; name the one that holds the text: column: YOURS{no_header(source.path)}"
+        return (
+            f"; name the one that holds the text: column: YOURS (`rlhf data`: --map text=YOURS){no_header(source.path)}"
+        )
+    name = "ranks" if why.startswith(NO_RANKS) else "prompt"
     missing = no_header(source.path) if why.startswith(NO_PROMPT) else ""
-    return f"; {kind} need {NEEDS[kind]}; name yours with map: {{prompt: YOURS}}{missing}"
+    return f"; {kind} need {NEEDS[kind]}; name yours with {with_map(name)}{missing}"
 
 
 def no_header(path: str) -> str:

@@ -201,7 +201,7 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
     except formats.AmbiguousError as error:
         raise DataError(
             f"{source.path}: its columns ({names(row)}) can be read in several ways; "
-            f"say which in the source: format: {' or '.join(error.names)}"
+            f"say which in the source: format: {' or '.join(error.names)} (`rlhf data`: --format NAME)"
         ) from error
     return known
 

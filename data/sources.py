@@ -1,5 +1,6 @@
 """Where rows come from: files, folders, `package.module:function`, saved data sets and hub data sets."""
 
+import asyncio
 import hashlib
 import importlib
 import inspect
@@ -8,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -16,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rlhf.data.errors import DataError, Stopped, first_line, named_error, told_as
+from rlhf.data.errors import ConnectionLost, DataError, Stopped, first_line, named_error, told_as
 from rlhf.data.files import (
     KNOWN_SUFFIXES,
     Row,
@@ -294,8 +296,9 @@ def _saved_rows(source: Source) -> Iterator[tuple[int, Row]]:
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[int, Row]]:
-    with from_hub(source):
-        yield from enumerate(hub_set(source), 1)
+    rows = hub_set(source)
+    with from_hub(source, "it"):
+        yield from enumerate(rows, 1)
 
 
 def hub_set(source: Source) -> Any:
@@ -310,13 +313,52 @@ def hub_set(source: Source) -> Any:
 
 
 @contextmanager
-def from_hub(source: Source) -> Iterator[None]:
+def from_hub(source: Source, reading: str | None = None, kept: str = "") -> Iterator[None]:
+    """Say what went wrong with a hub data set: DataError where it cannot be loaded, ConnectionLost where it was found
+    and the connection then broke.
+
+    `reading` names what is read of a set that was opened before; `kept` is what to say of what was read so far.
+    """
     try:
         yield
-    except DataError:
-        raise
     except Exception as error:  # datasets raises a dozen kinds: not found, no such split, no network …
+        if (reading or _is_of_download(error)) and _is_of_connection(error):
+            cause = error
+            if isinstance(error, DataError) and isinstance(error.__cause__, Exception):  # of `hub_set`
+                cause = error.__cause__
+            raise ConnectionLost(
+                f"{source.path}: the connection to the hub was lost while {reading or 'it'} was read "
+                f"({first_line(cause)}){kept}; run again"
+            ) from error
+        if isinstance(error, DataError):
+            raise
         raise DataError(
             f"{source.path}: neither a local file or folder nor loadable from the hub (split {source.split!r})"
             f"{local_hint(source.path)}: {first_line(error)}"
         ) from error
+
+
+def _is_of_download(error: BaseException) -> bool:
+    """Whether `load_dataset`, which opens a set and downloads it in one, had found the set already."""
+    return any(frame.name == "download_and_prepare" for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _is_of_connection(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came of, is a connection's or a server's that is too busy: those pass."""
+    while error is not None:
+        if type(error).__name__ == "OfflineModeIsEnabled":  # a ConnectionError, though HF_HUB_OFFLINE is a wish
+            return False
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None and (status in (408, 429) or status >= 500):
+            return True
+        if status is None and isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError):
+            return True
+        # by name: releases of huggingface_hub differ in which of them they come with
+        if any(f"{kind.__module__}.{kind.__name__}" in _REQUESTS for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_REQUESTS = ("httpx.RequestError", "httpx2.RequestError", "aiohttp.client_exceptions.ClientError")
+"""Errors of requests that had no answer."""

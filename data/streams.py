@@ -6,7 +6,9 @@ columns are kept that its text is read from.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhf.data.columns import find
 from rlhf.data.sources import AnySource, Source, from_hub, hub_set
@@ -18,17 +20,25 @@ def shares(source: Source, folder: Path) -> list[Path]:
 
 
 def copy_share(source: Source, number: int, file: Path) -> None:
-    """Download a share, from 0, into `file`."""
+    """Download a share, from 0, into `file`. Raises ConnectionLost; the shares that are there stay."""
     import pyarrow
 
-    rows = hub_set(source)
+    kept = f"; what was copied is kept in {file.parent}"
+    share = f"share {number + 1}"
+    with from_hub(source, share, kept):  # the set was opened when its shares were counted
+        rows = hub_set(source)
     wanted = (find(name, rows.column_names or []) for name in {source.column, *source.map.values()})
     columns = sorted({column for column in wanted if column is not None})
     if columns:  # without, reading says which ones there are instead
         rows = rows.select_columns(columns)
+
+    def read() -> Iterator[Any]:  # apart from the writing, whose errors are none of the hub's
+        with from_hub(source, share, kept):
+            yield from rows.shard(num_shards=rows.num_shards, index=number)
+
     writing = file.with_name(f".{file.name}.writing")
-    with pyarrow.output_stream(str(writing), compression="zstd") as stream, from_hub(source):
-        for row in rows.shard(num_shards=rows.num_shards, index=number):
+    with pyarrow.output_stream(str(writing), compression="zstd") as stream:
+        for row in read():
             stream.write(json.dumps(row, default=str).encode() + b"\n")
     os.replace(writing, file)
 

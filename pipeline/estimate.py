@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from tempfile import TemporaryFile
 from typing import Any
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
@@ -26,11 +28,16 @@ from rlhf.stages.sft.config import SFTSettings
 SIZES = ("weights", "optimiser", "gradients", "activations", "cache", "logits")
 
 
-def estimate(recipe: Recipe, device: str | None = None, devices: str | None = None) -> dict[str, Any]:
+def estimate(
+    recipe: Recipe,
+    device: str | None = None,
+    devices: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """What `rlhf.stages.estimate` answers about a recipe, on the device of that name or on the one that is here.
 
-    `devices` are so many of one kind, 64xH100: every stage is planned with all of them. Raises RefusedError for what
-    it refuses, RunFailed where it breaks.
+    `devices` are so many of one kind, 64xH100: every stage is planned with all of them. `tell` hears which stage it is
+    about. Raises RefusedError for what it refuses, RunFailed where it breaks.
     """
     number = None
     if devices is not None:
@@ -56,10 +63,7 @@ def estimate(recipe: Recipe, device: str | None = None, devices: str | None = No
         "num_processes": processes,
         "layouts": {stage: _layout(recipe, stage, "ddp" if number is None else None) for stage in stages},
     }
-    process = subprocess.run(
-        [sys.executable, "-m", "rlhf.stages.estimate"], input=json.dumps(request), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    process = _ask(request, tell)
     if os.environ.get(DEBUG):
         sys.stderr.write(process.stderr)
     said = process.stderr.strip()
@@ -69,6 +73,31 @@ def estimate(recipe: Recipe, device: str | None = None, devices: str | None = No
         raise RunFailed(said.splitlines()[-1] if said else f"the estimate ended with code {process.returncode}")
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found | {"left_out": list(_left_out(recipe))}
+
+
+def _ask(request: dict[str, Any], tell: Callable[[str], None]) -> subprocess.CompletedProcess[str]:
+    """The process that may import torch, at its end; `tell` hears in between which stage it is about."""
+    words = [sys.executable, "-m", "rlhf.stages.estimate"]
+    with (
+        TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(BrokenPipeError), process.stdin:  # where it could not even start, it says why
+                process.stdin.write(json.dumps(request))
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("estimating "):
+                    tell(line.strip())
+        except BaseException:
+            process.kill()
+            raise
+        code = process.wait()
+        said.seek(0)
+        return subprocess.CompletedProcess(words, code, "".join(lines), said.read())
 
 
 def _left_out(recipe: Recipe) -> Iterator[str]:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from rlhf.data.errors import RefusedError, Stopped
-from rlhf.pipeline import processes
+from rlhf.pipeline import foreign, processes
 from rlhf.pipeline.accelerate_config import config_path, num_processes, on_cpu, read_config
 from rlhf.pipeline.errors import DEBUG, RunFailed
 from rlhf.pipeline.processes import MARK, is_left, signal_all, signal_group
@@ -42,6 +42,8 @@ ORDER = Path("checkpoints", "launch.json")
 """In a stage's folder while it runs on several machines: what the others have to start."""
 LOST = Path("checkpoints", "lost.json")
 """There as well: which machine's part of it ended before the others', with which code."""
+SECONDS_TO_DIE = 10.0
+"""How long a killed process may take to let go of its folder: it gives back its memory and its GPUs first."""
 NUM_PROCESSES = "RLHF_NUM_PROCESSES"
 """Environment variable of a stage: how many processes it was to have. It refuses to start with others."""
 
@@ -101,7 +103,7 @@ def command(stage: str, folder: Path, recipe: Recipe) -> tuple[list[str], dict[s
 
 def _run_here(stage: str, folder: Path) -> None:
     try:
-        with handled():
+        with handled(), foreign.put_away():
             importlib.import_module(f"rlhf.stages.{stage}.train").train(folder)
     except Exception as error:
         refused = isinstance(error, RefusedError)
@@ -120,13 +122,19 @@ def _launch(stage: str, folder: Path, recipe: Recipe, lock: int) -> None:
     with told_to_others(words, environment, seconds, folder, read_config(recipe.config_of(stage))) as lost:
         ended = to_its_end(words, environment, seconds, lock, lambda: lost() is not None)
         machine = lost()
+    refusal = None
+    try:
+        with alone_in(folder, SECONDS_TO_DIE):  # which its first process has to its end
+            pass
+    except RefusedError as error:  # another one came while the launcher started, of which the files there tell
+        refusal = error
     told = stage_status(folder)
     state, message = told.get("state"), told.get("message") or ""
     if state in ("done", "waiting") and not ended.received:
-        sys.stderr.write(ended.said)  # warnings
-    elif not ended.received:
-        with alone_in(folder):  # or another one came while the launcher started, of which the files there tell
-            pass
+        if not ended.code:  # else the launcher complains of a process that was killed when all was done
+            sys.stderr.write(ended.said)  # warnings
+    elif refusal is not None and not ended.received:
+        raise refusal
     is_kept = state in ("done", "waiting", "refused", "stopped") or (folder / ERROR_LOG).exists()
     if ended.said and not ended.received and not is_kept:
         replace_text(folder / ERROR_LOG, f"{NO_TRACEBACK}\n\n{ended.said}")
@@ -186,7 +194,7 @@ def to_its_end(
     # The launcher wraps every error and signal in a traceback of its own: kept back, unless asked for.
     with tempfile.TemporaryFile() as errors, handled(forward):
         stderr = None if os.environ.get(DEBUG) else errors
-        variables = os.environ | environment | {MARK: mark}
+        variables = foreign.without(os.environ) | environment | {MARK: mark}
         process = subprocess.Popen(words, env=variables, start_new_session=True, stderr=stderr)
         groups.append(process.pid)
         if received:  # while it was started

@@ -16,6 +16,7 @@ from rlhf.pipeline.references import newest_sealed, with_models
 from rlhf.pipeline.summary import as_sealed, in_round, rated_now, read_summary, stage_status, with_progress
 from rlhf.stages.artifact import STEPS, Artifact, Identity, data_digests, identify, input_digest
 from rlhf.stages.checkpoints import newest_checkpoint
+from rlhf.stages.disk import refuse_other_than_utf8
 from rlhf.stages.feedback.config import RANKINGS, FeedbackSettings
 from rlhf.stages.settings import StageSettings, nearest
 
@@ -232,6 +233,7 @@ def _find_inputs(settings: StageSettings) -> None:
 
 def check_run_dir(run_dir: Path) -> None:
     """Refuse a run folder that cannot be one."""
+    refuse_other_than_utf8(run_dir, "--run-dir ")
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
         raise SettingsError(f"--run-dir {run_dir}: {there} is not a folder; choose another")

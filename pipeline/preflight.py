@@ -95,11 +95,11 @@ def too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
     for step in steps:
         settings = step.settings
         if settings is None:
-            made[step.stage] = _positions(Artifact(step.folder).model) if step.folder else None
+            made[step.stage] = positions_in(Artifact(step.folder).model) if step.folder else None
             continue
         model = settings.inputs().get("model")
         upstream = upstreams_of(recipe, step.round).get((step.stage, "model"), "")
-        positions = _positions(Path(model)) if model is not None else made.get(upstream)
+        positions = positions_in(Path(model)) if model is not None else made.get(upstream)
         made[step.stage] = positions
         if step.action not in ("run", "resume") or positions is None or _has_answers(step):
             continue
@@ -127,10 +127,12 @@ def _has_answers(step: Step) -> bool:
         return opened.progress(round=step.round).num_prompts > 0
 
 
-def _positions(model: Path) -> int | None:
+def positions_in(model: Path) -> int | None:
+    """Those of the model in a local folder; None where that cannot be read, or does not say."""
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        found = config.get("text_config", config).get("max_position_embeddings")
+        text = config.get("text_config", config)
+        found = text.get("max_position_embeddings", text.get("n_positions"))  # the latter in GPT-2's
     except (OSError, ValueError, AttributeError):  # the stage will say what is wrong with it
         return None
     return found if isinstance(found, int) else None

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, field_validator
 from yaml import MarkedYAMLError, YAMLError
 
-from rlhf.data.errors import SettingsError, first_line
+from rlhf.data.errors import SettingsError, first_line, is_utf8
 from rlhf.stages.artifact import STEPS
 from rlhf.stages.feedback.config import FeedbackSettings
 from rlhf.stages.ppo.config import PPOSettings
@@ -140,9 +140,23 @@ def load_recipe(recipe: str, overrides: Iterable[str] = (), pretrain: Mapping[st
     loaded = Recipe.load(mapping, "")
     if not loaded.stages:
         raise SettingsError(f"{recipe}: no stage to run; a recipe has at least one section of {', '.join(STEPS)}")
-    if problems := [*_uneven_shares(loaded), *_too_long(loaded), *_without_rankings(loaded)]:
+    if problems := [
+        *_without_a_section(loaded),
+        *_uneven_shares(loaded),
+        *_too_long(loaded),
+        *_without_rankings(loaded),
+    ]:
         raise SettingsError("\n".join(problems))
     return loaded
+
+
+def _without_a_section(recipe: Recipe) -> Iterator[str]:
+    """How stages are launched that the recipe does not have."""
+    for name in ("num_processes", "accelerate_config"):
+        found = getattr(recipe, name)
+        for stage in found if isinstance(found, dict) else ():
+            if recipe.section(stage) is None:
+                yield f"{name}.{stage}: has no effect without a section {stage}; add the section, or take this out"
 
 
 def _uneven_shares(recipe: Recipe) -> Iterator[str]:
@@ -280,6 +294,11 @@ def _override(config: Any, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise SettingsError(f"'{override}': not an override; write key=value, for example ppo.learning_rate=1e-5")
+    if not is_utf8(override):
+        raise SettingsError(
+            f"override {key.strip()}={text!r}: not UTF-8, in which settings are written; "
+            "rename the file or folder that it names"
+        )
     parent = key.strip().rpartition(".")[0]
     try:
         _spell_out(config, key.strip().split("."))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Chosen:
     start: str | None
     """The model that the first stage starts from; None where the recipe pretrains one."""
     gpus: int
+    positions: int | None = None
+    """Tokens that the model takes which the first stage starts from; None where it is pretrained or that is unknown."""
 
     def read(self, stage: str) -> list[tuple[str, Recognised]]:
         """All sources that a stage reads."""
@@ -63,20 +66,21 @@ def recipe_text(chosen: Chosen, left: Mapping[str, str], schema: str) -> str:
 
 def sections(chosen: Chosen) -> dict[str, tuple[dict[str, Any], dict[str, str]]]:
     """The settings of each stage, of the demo's size on a CPU and of a small model's on a GPU, no larger than fits its
-    rows; and for some of them why."""
+    rows and no longer than the model takes; and for some of them why."""
     small = not chosen.gpus
     scratch = chosen.start is None
     most, least = (512, 64) if small else (2048, 256)
     per_token = 2 if scratch and small else 3  # characters, which a small vocabulary has fewer of
+    positions = chosen.positions or sys.maxsize
 
     def tokens(length: int) -> int:
-        """The power of two that so many characters fit into."""
-        return min(max(1 << max(length // per_token + 16, 1).bit_length(), least), most)
+        """The power of two that so many characters fit into, or all positions of the model."""
+        return min(max(1 << max(length // per_token + 16, 1).bit_length(), least), most, positions)
 
     lengths = {stage: tokens(sources[0][1].length) for stage, sources in chosen.data.items() if stage != "pretrain"}
-    new, prompt = (64, 0) if small else (256, 0)
+    new, prompt = min(64 if small else 256, positions // 2), 0
     if "ppo" in chosen.data:
-        prompt = tokens(chosen.data["ppo"][0][1].prompt_length)
+        prompt = min(tokens(chosen.data["ppo"][0][1].prompt_length), positions - new)
         lengths["ppo"] = prompt + new
     found: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
     for stage, sources in chosen.data.items():

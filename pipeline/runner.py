@@ -201,7 +201,9 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
     except Exception as error:
         ended("failed")
         message = mask(str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}")
-        raise RunFailed(f"{stage}: {message}; {_how_to_go_on(folder)}") from error
+        # what cannot be written, and a lost connection, say themselves how to go on
+        on = _log_of(folder)[0] if "run again" in message else f"; {_how_to_go_on(folder)}"
+        raise RunFailed(f"{stage}: {message}{on}") from error
     taken = ended("done")
     entries[stage] = _finished(step, recipe, run_dir, entries[stage])
     write_summary(run_dir, entries)
@@ -233,17 +235,23 @@ def _describe(step: Step) -> str:
 def _how_to_go_on(folder: Path, is_stopped: bool = False, ended_itself: bool = False) -> str:
     """Where a stage that did not come to its end goes on. There is something to correct where the stage broke, and none
     where its process was killed, which leaves no traceback of the stage."""
-    log, to_correct = "", ended_itself
-    if (path := folder / ERROR_LOG).exists():
-        to_correct = not path.read_text(encoding="utf-8").startswith(NO_TRACEBACK)
-        log = f" ({'traceback' if to_correct else 'what its processes said'} in {path})"
-    to_correct = to_correct and not is_stopped
+    log, is_traceback = _log_of(folder)
+    to_correct = (is_traceback if log else ended_itself) and not is_stopped
     cure = "correct it and run again" if to_correct else "run again"
     checkpoint = newest_checkpoint(folder)
     if checkpoint is None:
         return f"no checkpoint yet{log}; {cure}"
     new = ", or starts over in a new folder if data, code or a setting of the result was changed" if to_correct else ""
     return f"state is kept in {folder}{log}; {cure}: it goes on from step {checkpoint.step}{new}"
+
+
+def _log_of(folder: Path) -> tuple[str, bool]:
+    """Where what a stage left behind is to be read, nothing if it is nowhere, and whether that is its traceback."""
+    path = folder / ERROR_LOG
+    if not path.exists():
+        return "", False
+    is_traceback = not path.read_text(encoding="utf-8").startswith(NO_TRACEBACK)
+    return f" ({'traceback' if is_traceback else 'what its processes said'} in {path})", is_traceback
 
 
 def _first_entries(steps: list[Step], recipe: Recipe, run_dir: Path, earlier: Mapping[str, Entry]) -> dict[str, Entry]:

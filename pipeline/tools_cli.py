@@ -52,11 +52,11 @@ def _estimate(
     import json
 
     from rlhf.pipeline.estimate import estimate, show
-    from rlhf.pipeline.progress import waiting
+    from rlhf.pipeline.progress import telling
     from rlhf.pipeline.recipe import load_recipe
 
-    with waiting("working it out"):
-        found = estimate(load_recipe(recipe, overrides or ()), device, devices)
+    with telling("starting", lambda text: print(text, file=sys.stderr, flush=True)) as tell:
+        found = estimate(load_recipe(recipe, overrides or ()), device, devices, tell)
     if as_json:
         print(json.dumps(found, indent=1))
     else:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 
 from rlhf.data.errors import RefusedError
 
@@ -37,29 +38,35 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path, patience: float = 0.0) -> Iterator[None]:
     """Inside, have a stage's folder to this process, and those that it trains with; at most until it ends, however it
-    does. Raises RefusedError where another process trains there."""
-    if (descriptor := _locked(folder)) is None:
+    does. Raises RefusedError where another process trains there, and still does after `patience` seconds."""
+    if (descriptor := _locked(folder, patience)) is None:
         yield
         return
     with unforked(descriptor):
         yield
 
 
-def _locked(folder: Path) -> int | None:
+def _locked(folder: Path, patience: float) -> int | None:
     """A descriptor with the lock, which the system drops with the process; None where there is none to be had."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:  # a folder that is not there, or may not be listed
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
+    until = monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if monotonic() < until:
+                sleep(0.05)
+                continue
+            os.close(descriptor)
             raise RefusedError(
                 f"{folder}: another process is training in it; wait until it is done, or use another folder"
             ) from None
-        return None  # a file system without locks
-    return descriptor
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,8 @@ class Artifact:
 def refuse_finished(folder: Path, stage: str) -> None:
     """Refuse to train in a folder that is sealed, with what runs the stage once more."""
     if Artifact(folder).sealed:
-        new = folder.parent.parent / "again" / folder.name
+        others = (folder / f"../../again{number}" / folder.name for number in chain([""], count(2)))
+        new = Path(next(path for path in map(os.path.normpath, others) if not os.path.lexists(path)))
         words = [
             ["mkdir", "-p", new],
             ["cp", folder / "settings.yaml", new],

@@ -80,9 +80,10 @@ class Case:
     def cost(self, model: PreTrainedModel) -> Cost:
         return cost_of(model, self.num_bytes)
 
-    def share(self, name: str, size: int) -> int:
-        """A process's part of a global batch. Raises RefusedError, as a stage does, where it is uneven."""
-        if problem := why_uneven(name, size, self.num_processes):
+    def share(self, name: str, size: int, each: int = 1, also: int = 1) -> int:
+        """A process's part of a global batch. Raises RefusedError, as a stage does, where it is uneven. `each` and
+        `also` as in `why_uneven`."""
+        if problem := why_uneven(name, size, self.num_processes, each, also):
             raise RefusedError(problem)
         return size // self.num_processes
 

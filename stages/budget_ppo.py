@@ -94,8 +94,9 @@ def ppo(settings: PPOSettings, case: Case) -> list[Phase]:
     num_prompt, num_new = settings.max_prompt_length, settings.max_new_tokens
     num_minibatches = settings.num_minibatches
     of_minibatch = case.share(
-        "ppo.rollout_batch_size / num_minibatches", settings.rollout_batch_size // num_minibatches
-    )
+        "ppo.rollout_batch_size / num_minibatches", settings.rollout_batch_size // num_minibatches, num_minibatches,
+        settings.num_samples_per_prompt,
+    )  # fmt: skip
     share = of_minibatch * num_minibatches
     at_once = min(settings.generation_batch_size or share, share)
     cut = num_prompt + num_new, settings.microbatch_tokens

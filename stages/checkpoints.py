@@ -8,6 +8,7 @@ their sizes and hashes. Then all is synced and renamed, and only after that an o
 import errno
 import json
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ from rlhf.stages.disk import file_digests, swap_folder, sync
 
 _STATE = "state.json"
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO)
+_CURES = {
+    errno.EDQUOT: "free some of the quota there, or have it raised",
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`; some file systems have one of their own)",
+}
 _TELLS = re.compile(r"no space left|quota exceeded|os error (28|122|13|1|30|27|5)\)|PytorchStreamWriter|unexpected pos")
 """What safetensors, tokenizers and torch make of such an error: they keep its text at best."""
 
@@ -154,9 +159,10 @@ def saying_what_cannot_be_written(folder: Path, what: str | None = None, keep: b
     except (CannotWrite, RefusedError):  # the latter is about what was read
         raise
     except Exception as error:
-        cause = _why(error)
-        if cause is None:
+        found = _why(error)
+        if found is None:
             raise
+        cause, number = found
         left = temporaries(folder)
         taken = sum(path.stat().st_size for top in left for path in [top, *top.rglob("*")] if path.is_file())
         free = shutil.disk_usage(folder).free
@@ -170,21 +176,36 @@ def saying_what_cannot_be_written(folder: Path, what: str | None = None, keep: b
         if earlier is not None and earlier.size > taken and "checkpoint" in what:
             needed = f"about {_mib(earlier.size)}"
         on = "it starts over" if earlier is None else f"it goes on from step {earlier.step}"
+        if number is None and free > taken and _limit() is not None:  # torch says no more than that it could not
+            number = errno.EFBIG
+        sizes = f"{needed} needed" if number in _CURES else f"{_mib(free)} free, {needed} needed"
+        if number == errno.EFBIG and (limit := _limit()) is not None:
+            sizes = f"{_mib(limit)} allowed in a file"
+        cure = _CURES.get(number or 0, "free some space, or allow writing there again,")
         raise CannotWrite(
-            f"{what} could not be written to {folder}: {cause} ({_mib(free)} free, {needed} needed); "
-            f"free some space, or allow writing there again, and run again: {on}"
+            f"{what} could not be written to {folder}: {cause} ({sizes}); {cure} and run again: {on}"
         ) from error
 
 
-def _why(error: BaseException | None) -> str | None:
-    """Why a file cannot be written, if that is what the error, or one that it came of, is about."""
+def _why(error: BaseException | None) -> tuple[str, int | None] | None:
+    """Why a file cannot be written, if that is what the error, or one that it came of, is about; in words, and as the
+    system's number where that is told."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
-            return error.strerror or type(error).__name__
-        if _TELLS.search(str(error)):
-            return str(error).strip().splitlines()[0]
+            return error.strerror or type(error).__name__, error.errno
+        text = str(error)
+        if tells := _TELLS.search(text):
+            words = {"no space left": errno.ENOSPC, "quota exceeded": errno.EDQUOT}
+            number = words.get(tells[0]) or (int(tells[1]) if tells[1] else None)
+            return text.strip().splitlines()[0], number
         error = error.__cause__ or error.__context__
     return None
+
+
+def _limit() -> int | None:
+    """Bytes that a file of this process may have; None where the system sets no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _mib(size: int) -> str:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import SettingsError, is_utf8
 
 
 def file_digest(path: Path) -> str:
@@ -46,8 +46,18 @@ def replace_text(path: Path, text: str, sync: bool = True) -> None:
         sync_path(path.parent)
 
 
+def refuse_other_than_utf8(folder: Path, where: str = "") -> None:
+    """Refuse a folder to write to whose name the libraries could not write models under; `where` names its option."""
+    name = str(folder.absolute())
+    if not is_utf8(name):
+        raise SettingsError(
+            f"{where}{name!r}: the name is not UTF-8, in which models and recipes are saved; choose one that is"
+        )
+
+
 def refuse_no_room_beside(path: Path) -> None:
-    """Refuse a place for something new whose folder is not there, or cannot be written to."""
+    """Refuse a place for something new whose folder is not there, cannot be written to, or has an impossible name."""
+    refuse_other_than_utf8(path)
     folder = path.absolute().parent
     if not folder.is_dir():
         raise SettingsError(f"{path}: there is no folder {path.parent}; make it first")

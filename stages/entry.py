@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhf.data.errors import RefusedError, Stopped
 from rlhf.stages.alone import alone_in
 from rlhf.stages.artifact import Artifact, refuse_finished
+from rlhf.stages.disk import refuse_other_than_utf8
 from rlhf.stages.secrets import mask
 from rlhf.stages.streams import go_on_unread
 
@@ -23,6 +24,7 @@ def run_stage(stage: str) -> None:
     folder = Path(sys.argv[1])
     with ExitStack() as stack:
         try:
+            refuse_other_than_utf8(folder)
             refuse_finished(folder, stage)
             if os.environ.get("RANK", "0") == "0":  # its other processes train with this one
                 stack.enter_context(alone_in(folder))

@@ -7,6 +7,7 @@ same way. What a stage holds and does is in `budget` and its like; this module s
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlhf.data.errors import RefusedError
 from rlhf.stages.budget_changes import changes
 from rlhf.stages.budget_parallel import LAYOUTS
 from rlhf.stages.budget_ppo import notes
-from rlhf.stages.budget_recipe import Request, phases_of
+from rlhf.stages.budget_recipe import Request, phases_of, refuse_too_long
 from rlhf.stages.budget_seconds import chosen, seconds, sending
 from rlhf.stages.devices import PER_MACHINE, Device
 from rlhf.stages.logs import be_quiet
@@ -22,16 +23,20 @@ from rlhf.stages.ppo.config import PPOSettings
 
 
 def main() -> None:
-    """Read a request, write the answer."""
+    """Read a request, write each stage as it begins and the answer in the last line."""
     be_quiet()
     request = Request(**json.load(sys.stdin))
-    print(json.dumps(answer(request)))
+    print(json.dumps(answer(request, lambda stage: print(f"estimating {stage}", flush=True))))
 
 
-def answer(request: Request) -> dict[str, Any]:
-    """Of every stage: its phases, whether they fit, and if not, what to change."""
+def answer(request: Request, tell: Callable[[str], None] = lambda stage: None) -> dict[str, Any]:
+    """Of every stage: its phases, whether they fit, and if not, what to change. A stage that begins is told."""
+    refuse_too_long(request)
     device = chosen(request.device)
-    stages = {stage: _best(request, stage, device) for stage in request.stages}
+    stages = {}
+    for stage in request.stages:
+        tell(stage)
+        stages[stage] = _best(request, stage, device)
     return {
         "device": {"name": device.name, "gib": round(device.gib, 2), "usable_gib": round(device.usable, 2)},
         "fits": all(found["fits"] for found in stages.values()),

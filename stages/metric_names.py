@@ -1,6 +1,6 @@
 """What metrics are called, their digits and how sure they are: on a model card, in the report, in tables. No torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf.data.feedback.bias import wilson
@@ -108,3 +108,11 @@ def metric(value: Any, name: str) -> str:
     """A metric of this name, everywhere with the same digits: a share as in the verdicts, all else as `number`."""
     is_share = name.removeprefix("eval_") in SHARES and isinstance(value, int | float)
     return share(value) if is_share else number(value)
+
+
+def named_rewards(reward_model: str | None, rewards: Sequence[Mapping[str, Any]]) -> str:
+    """Where the score comes from, by the settings that say so: ppo.reward_model, or all that ppo.rewards lists."""
+    if not rewards:
+        return "ppo.reward_model"
+    listed = ", ".join(str(spec.get("function") or spec.get("model")) for spec in rewards)
+    return f"{'ppo.reward_model and ' if reward_model else ''}ppo.rewards ({listed})"

@@ -35,6 +35,9 @@ from rlhf.stages.token_logprobs import token_logprobs
 LOGITS_AT_ONCE = 2**27  # numbers: half a GiB of logits is in memory, however long the texts are
 SAFELY = {"trust_remote_code": False, "use_safetensors": True}
 """For every `from_pretrained`: a model brings no code of its own here, neither in its folder nor in a pickle."""
+WITH_FILES = (
+    "put the tokenizer's files beside the model, as its save_pretrained writes them (tokenizer.json and others)"
+)
 SCORE_KEYS = "rlhf_score"  # name under which the reading rule and the normaliser travel in config.json
 
 
@@ -44,9 +47,13 @@ def read_tokenizer(reference: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(reference, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise RefusedError(f"no tokenizer in '{reference}': {why_not_loaded(reference, error)}") from error
+        why = why_not_loaded(reference, error).rstrip(" :")  # the line before a list
+        cure = "" if "trust_remote_code" in str(error) else f"; {WITH_FILES}"
+        raise RefusedError(f"no tokenizer in '{reference}': {why}{cure}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made up by transformers where there are no files of one
-        raise RefusedError(f"no tokenizer in '{reference}': its files are missing, or hold special tokens alone")
+        raise RefusedError(
+            f"no tokenizer in '{reference}': its files are missing, or hold special tokens alone; {WITH_FILES}"
+        )
     return tokenizer
 
 

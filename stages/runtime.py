@@ -190,10 +190,11 @@ class Runtime(Processes, Generic[AnyStage]):
             )
         return train, held_out
 
-    def batch_size(self, name: str, size: int, num_rows: int) -> int:
-        """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly."""
+    def batch_size(self, name: str, size: int, num_rows: int, each: int = 1, also: int = 1) -> int:
+        """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly.
+        `each` and `also` as in `why_uneven`."""
         number = self.num_processes
-        if problem := why_uneven(f"{self.settings.stage}.{name}", size, number):
+        if problem := why_uneven(f"{self.settings.stage}.{name}", size, number, each, also):
             raise RefusedError(problem)
         if num_rows < size:
             if num_rows % number:

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
@@ -226,11 +227,17 @@ NOT_IN_FSDP = (
 """Fields of an accelerate config's fsdp_config that ask for what is not done here, and what to do instead."""
 
 
-def why_uneven(name: str, size: int, num_processes: int) -> str | None:
-    """Why so many processes cannot have equal shares of a batch; None where they can."""
+def why_uneven(name: str, size: int, num_processes: int, each: int = 1, also: int = 1) -> str | None:
+    """Why so many processes cannot have equal shares of a batch; None where they can.
+
+    `name` begins with the setting that would work with the value that is told. It counts `each` for one of the batch,
+    and has to be a multiple of `also`, too.
+    """
     if not size % num_processes:
         return None
-    return f"{name}: {size} cannot be shared evenly by {num_processes} processes; use a multiple"
+    step = math.lcm(num_processes * each, also)
+    cure = f"{name.split()[0]}={math.ceil(size * each / step) * step}"
+    return f"{name}: {size} cannot be shared evenly by {num_processes} processes; use a multiple: {cure}"
 
 
 NUM_LISTED = 20

@@ -116,12 +116,16 @@ class Stopping:
         """End here and now; what was saved last stands."""
         self.close()
         code, message = self.tell_left()
-        with suppress(RuntimeError):  # the handler may have interrupted somebody's print
-            self._say(f"{message}{_CURE if code != 1 else ''}")
+        if message:
+            with suppress(RuntimeError):  # the handler may have interrupted somebody's print
+                self._say(f"{message}{_CURE if code != 1 else ''}")
         raise_stopped(code)
 
     def tell_left(self) -> tuple[int, str]:
-        """Say in status.json how it ended, unless another process did; the exit code, and the same in words."""
+        """Say in status.json how it ended, unless another process did; the exit code, and the same in words. There are
+        none where another one failed: this one is only sent after it, and what is shown is that one's error."""
+        if self.another_failed():
+            return 1, ""
         if self.a_process_is_gone() and not self.is_told():
             dead = self.watchdog.dead() if self.watchdog is not None else None
             message = LOST
@@ -141,11 +145,19 @@ class Stopping:
 
     def is_told(self) -> bool:
         """Whether a process of this attempt has said already how it ended."""
+        state = self._told()
+        return state in ("stopped", "failed", "refused") or (state is not None and Artifact(self.folder).sealed)
+
+    def another_failed(self) -> bool:
+        """Whether another process of this attempt, on whatever machine, has said that it failed."""
+        return self._told() in ("failed", "refused")
+
+    def _told(self) -> str | None:
+        """The state in status.json."""
         try:
-            state = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))["state"]
+            return str(json.loads((self.folder / "status.json").read_text(encoding="utf-8"))["state"])
         except (OSError, ValueError, LookupError):
-            return False
-        return state in ("stopped", "failed", "refused") or Artifact(self.folder).sealed
+            return None
 
     def a_process_is_gone(self) -> bool:
         """Whether another process of the stage has ended, which none does before the others."""
@@ -155,7 +167,7 @@ class Stopping:
         if is_echo():
             return
         again, self.code = self.code > 0, self.code or exit_code(number)
-        if again or not self.training or self.a_process_is_gone():
+        if again or not self.training or self.a_process_is_gone() or self.another_failed():
             self.leave()
         due = (self._since or monotonic()) + SHARE_TO_FINISH * self.stop_within
         self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
@@ -190,7 +202,8 @@ class Stopping:
                 continue
             if self._since is None:
                 self._since = monotonic()
-                due = self._since + (SECONDS_TO_UNWIND if self.a_process_is_gone() else self.stop_within)
+                is_broken = self.a_process_is_gone() or self.another_failed()
+                due = self._since + (SECONDS_TO_UNWIND if is_broken else self.stop_within)
                 self._number = byte[0]
             elif monotonic() - self._since > SECONDS_OF_ECHO:
                 due = min(due, monotonic() + SECONDS_TO_UNWIND)
@@ -199,7 +212,8 @@ class Stopping:
         self.code = self.code or exit_code(self._number)
         try:
             code, message = self.tell_left()
-            os.write(2, f"{message}{_CURE if code != 1 else ''}\n".encode())
+            if message:
+                os.write(2, f"{message}{_CURE if code != 1 else ''}\n".encode())
         except OSError:  # a full disk must not keep it alive
             code = self.code
         os._exit(code)

@@ -54,9 +54,9 @@ def shell(script: str, cwd: Path, *words: str, **variables: str) -> str:
 
 
 def told(folder: Path, script: str, **variables: str) -> list[str]:
-    """What a template's script gives to machine.sh, and which variables of torchrun it leaves set."""
+    """What a template's script gives to machine.sh."""
     for path in (folder / "runs" / "machine.sh", folder / "docs" / "clusters" / "machine.sh"):
-        write_command(path, 'printf "%s\\n" "$@"; env | grep ^PET_ || true')
+        write_command(path, 'printf "%s\\n" "$@"')
     said = shell(script.replace("/runs/machine.sh", str(folder / "runs" / "machine.sh")), folder, **variables)
     return said.splitlines()
 
@@ -130,7 +130,7 @@ def test_a_signal_of_slurm_reaches_the_machines_and_the_job_is_queued_again(tmp_
     assert said.splitlines() == ["saved", "requeue 1", "143"]
 
 
-def test_kubeflow_gives_the_launchers_no_variables_of_its_own(tmp_path: Path) -> None:
+def test_kubeflow_tells_each_machine_its_number(tmp_path: Path) -> None:
     runtime, job = documents("kubeflow.yaml")
     trainer = job["spec"]["trainer"]
     assert trainer["command"] == ["bash", "-c"]
@@ -178,8 +178,8 @@ def test_dstack_tells_each_machine_its_number(tmp_path: Path) -> None:
     assert set(task["retry"]["on_events"]) <= {"no-capacity", "interruption", "error"}
 
 
-def test_ray_starts_one_worker_per_machine_without_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[list[str], dict[str, str]]] = []
+def test_ray_starts_one_worker_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
     context = SimpleNamespace(get_world_rank=lambda: 1, get_world_size=lambda: 2)
     train, of_torch, ray = ModuleType("ray.train"), ModuleType("ray.train.torch"), ModuleType("ray")
 
@@ -195,14 +195,10 @@ def test_ray_starts_one_worker_per_machine_without_its_own_group(monkeypatch: py
     ray.train = train  # type: ignore[attr-defined]
     for module in (ray, train, of_torch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(subprocess, "run", lambda words, check, env: started.append((words, env)))
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "HOME": "/root"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words))
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     runpy.run_path(str(FOLDER / "ray_train.py"))
-    [(words, variables)] = started
-    assert words == ["/runs/machine.sh", *MACHINE_1, "stop_within=20"]
-    assert variables["HOME"] == "/root"
-    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(variables)
+    assert started == [["/runs/machine.sh", *MACHINE_1, "stop_within=20"]]
 
 
 def test_the_commands_in_the_documentation_are_ones_that_the_launchers_know() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from rlhf.data.columns import columns_found
+from rlhf.data.columns import columns_found, with_map
 from rlhf.data.examples import Demonstration, Prompt, Ranking, asked, by_score, mean
 from rlhf.data.messages import (
     Messages,
@@ -170,7 +170,7 @@ def ranked_together(
                 raise Unusable(
                     f"more than {MOST_ANSWERS} answers to one prompt",
                     f": {len(ranking.responses)} to {prompt_text(ranking.prompt)[:40]!r}; "
-                    "does another column tell the prompts apart? map: {prompt: YOURS}",
+                    f"does another column tell the prompts apart? {with_map('prompt')}",
                 )
             yield numbers, ranking
         except Unusable as unusable:

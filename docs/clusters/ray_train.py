@@ -19,8 +19,7 @@ def machine() -> None:
     here = train.get_context()
     words = [f"{FOLDER}/machine.sh", f"{FOLDER}/mine.yaml", f"{FOLDER}/mine", str(here.get_world_rank())]
     words += [str(here.get_world_size()), str(GPUS), os.environ["MASTER_ADDR"], "stop_within=20"]
-    of_ray = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    subprocess.run(words, check=True, env={name: value for name, value in os.environ.items() if name not in of_ray})
+    subprocess.run(words, check=True)
 
 
 TorchTrainer(

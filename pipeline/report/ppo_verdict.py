@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.pipeline.report.curves import Line, start_and_end
 from rlhf.pipeline.report.figures import Interval, rank_correlation
 from rlhf.pipeline.report.verdicts import A_TENTH, Verdict
-from rlhf.stages.metric_names import between, number, of_share, share
+from rlhf.stages.metric_names import between, named_rewards, number, of_share, share
 
 NO_KL = 0.02
 """Nats per response. By Pinsker's inequality policy and SFT then give the same answer in nine of ten cases at least."""
@@ -40,7 +40,7 @@ class Evidence:
     length_controlled: Interval | None = None
     """Interval of the win rate among answers of equal length."""
     judged: bool = False
-    """Whether wins are the judge's; else they are the reward model's own."""
+    """Whether wins are the judge's; else they are those of what PPO is paid by."""
     num_prompts: int = 0
     agreement: tuple[float, Interval] | None = None
     """Rank correlation of score and judge's quality over SFT's answers: the law on which the reward model learned."""
@@ -58,6 +58,8 @@ class Evidence:
     """Who measured wins, quality, KL and score, in a word."""
     evaluated: bool = False
     """Whether all of them are of evaluation.json, and not of the stage itself."""
+    paid_by: str = "the reward model itself"
+    """What gives the score, in words."""
 
 
 def gather(
@@ -102,6 +104,14 @@ def gather(
                 at_least=bool(own) and told is None,
             )  # fmt: skip
     return Evidence(agreement=agreement, num_answers=num_answers, quality=quality)
+
+
+def paid_by(section: Any) -> str:
+    """What gives the score in a recipe's section ppo, in words; the recipe may hold anything, if it was changed."""
+    rewards = section.get("rewards") if isinstance(section, Mapping) else None
+    if isinstance(rewards, list) and rewards and all(isinstance(spec, Mapping) for spec in rewards):
+        return f"the rewards themselves, {named_rewards(section.get('reward_model'), rewards)},"
+    return Evidence.paid_by
 
 
 def source(evaluation: Mapping[str, Any]) -> str:
@@ -204,7 +214,7 @@ def _compared(metrics: Mapping[str, Any], score: str, found: Evidence) -> Verdic
 
 
 def _by(found: Evidence) -> str:
-    return "by the judge" if found.judged else "by the reward model itself"
+    return "by the judge" if found.judged else f"by {found.paid_by}"
 
 
 def _rate(found: Evidence) -> str:

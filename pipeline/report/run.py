@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rlhf.pipeline.recipe import read_yaml
 from rlhf.pipeline.report import shapes
 from rlhf.pipeline.report.curves import Line, curves
 from rlhf.pipeline.report.files import Fault, Reader
-from rlhf.pipeline.report.ppo_verdict import Evidence, gather
+from rlhf.pipeline.report.ppo_verdict import Evidence, gather, paid_by
 from rlhf.pipeline.summary import (
     Entry,
     flat,
@@ -150,7 +150,8 @@ class Run:
     @cached_property
     def evidence(self) -> Evidence:
         """What held-out answers say of PPO against SFT."""
-        return gather(self.evaluation, self.answers, self.samples, self.metrics("ppo"))
+        found = gather(self.evaluation, self.answers, self.samples, self.metrics("ppo"))
+        return replace(found, paid_by=paid_by(self.settings.get("ppo")))
 
     def metrics(self, stage: str) -> dict[str, Any]:
         """Final metrics of a stage, empty where the run does not have it."""

@@ -56,9 +56,15 @@ class Finding:
 class Health:
     """Feed it every iteration's metrics; it returns what is newly wrong. Metrics that a row lacks are not judged."""
 
-    def __init__(self, num_episodes: int, max_new_tokens: int, critic_warmup_iterations: int = 0) -> None:
-        """`num_episodes` is the number in one iteration, over all processes."""
-        self.num_episodes, self.max_new_tokens = num_episodes, max_new_tokens
+    def __init__(
+        self,
+        num_episodes: int,
+        max_new_tokens: int,
+        critic_warmup_iterations: int = 0,
+        rewards: str = "ppo.reward_model",
+    ) -> None:
+        """`num_episodes` is the number in one iteration, over all processes; `rewards` where the score comes from."""
+        self.num_episodes, self.max_new_tokens, self.rewards = num_episodes, max_new_tokens, rewards
         self.critic_warmup_iterations = critic_warmup_iterations
         self._iterations = 0
         self._start: list[dict[str, float]] = []  # the first rows, of RECENT_EPISODES together
@@ -88,7 +94,7 @@ class Health:
         self._iterations += 1
         if broken := sorted(name for name, value in row.items() if not math.isfinite(value)):
             # Such a row says nothing else, and must not get into the means.
-            return self._news([_non_finite(broken)])
+            return self._news([_non_finite(broken, self.rewards)])
         kept = {name: row[name] for name in _KEPT if name in row}
         if len(self._start) < self._rows(RECENT_EPISODES):
             self._start.append(kept)
@@ -149,7 +155,7 @@ class Health:
             yield Finding(
                 "kl_blow_up",
                 f"The KL to the reference is {now['kl']:.3g} nats per answer (more than {limit:.3g}): the policy has "
-                "probably found what the reward model gets wrong. Read some answers and prefer an earlier checkpoint; "
+                "probably found what the reward gets wrong. Read some answers and prefer an earlier checkpoint; "
                 "raise ppo.kl_coef or steer it by ppo.kl_target, or lower ppo.learning_rate or ppo.num_iterations.",
             )
         if "entropy" in now and now["entropy"] < ENTROPY_SHARE * start["entropy"]:
@@ -163,7 +169,7 @@ class Health:
             yield Finding(
                 "eos_collapse",
                 f"Only {now['eos_share']:.0%} of answers end within {self.max_new_tokens} tokens; at the start "
-                f"{start['eos_share']:.0%} did. The reward model likes answers that go on: set or raise "
+                f"{start['eos_share']:.0%} did. The reward likes answers that go on: set or raise "
                 "ppo.missing_eos_penalty, or raise ppo.max_new_tokens if good answers need the room.",
             )
         if "length" in now and not start["length"] / LENGTH_FACTOR <= now["length"] <= start["length"] * LENGTH_FACTOR:
@@ -171,7 +177,7 @@ class Health:
             cure = "set ppo.overlong_buffer" if longer else "lower ppo.missing_eos_penalty"
             yield Finding(
                 "length_drift",
-                f"Answers went from {start['length']:.3g} to {now['length']:.3g} tokens on average: the reward model "
+                f"Answers went from {start['length']:.3g} to {now['length']:.3g} tokens on average: the reward "
                 f"may pay for {'length' if longer else 'brevity'} itself. Compare its scores of long and short answers "
                 f"of equal quality; raise ppo.kl_coef or {cure}.",
             )
@@ -185,25 +191,26 @@ class Health:
                 yield Finding(
                     "equal_scores",
                     f"Episodes all get the same score ({row.get('score', 0.0):.4g}; {window * self.num_episodes} of "
-                    "them): there is nothing to learn from. Check that ppo.reward_model reads the answers, that they "
-                    "are neither all empty nor all identical, and that ppo.score_clip does not flatten their scores.",
+                    f"them): there is nothing to learn from. Check that the answers are read by {self.rewards}, that "
+                    "they are neither all empty nor all identical, and that ppo.score_clip does not flatten their "
+                    "scores.",
                 )
         elif now["score_std"] < SPREAD_SHARE * start["score_std"]:
             yield Finding(
                 "reward_saturation",
                 f"The scores' standard deviation fell from {start['score_std']:.3g} to {now['score_std']:.3g}: the "
                 "reward no longer tells answers apart, and what is left to learn is noise. Stop here (lower "
-                "ppo.num_iterations), widen ppo.score_clip if it is set, or go on with a ppo.reward_model that was "
-                "trained on answers of this policy.",
+                "ppo.num_iterations), widen ppo.score_clip if it is set, or go on with a reward that tells these "
+                "answers apart, such as a reward model that was trained on answers of this policy.",
             )
 
 
-def _non_finite(names: list[str]) -> Finding:
+def _non_finite(names: list[str], rewards: str) -> Finding:
     return Finding(
         "non_finite",
         f"Not a finite number: {', '.join(names)}. Something overflowed, or a score was no number, and the weights may "
         "be spoilt. Go back to the last checkpoint with a lower ppo.learning_rate or ppo.max_grad_norm, try "
-        "ppo.precision fp32, and check what ppo.reward_model returns.",
+        f"ppo.precision fp32, and check what is returned by {rewards}.",
     )
 
 

@@ -46,7 +46,8 @@ class FunctionReward:
             raise ValueError(f"reward {self.function}: {error} ({self._guilty_row(episodes)})") from error
         if len(values) != num:
             where = self._guilty_row(episodes)
-            raise ValueError(f"reward {self.function}: returned {len(values)} for {num} responses ({where})")
+            returned = f"{len(values)} number{'s' * (len(values) != 1)}"
+            raise ValueError(f"reward {self.function}: returned {returned} for {num} responses ({where})")
         if bad := [row for row, value in enumerate(values) if not _is_number(value)]:
             raise ValueError(
                 f"reward {self.function}: gave {values[bad[0]]!r}, not a finite number ({episodes.row(bad[0])})"

@@ -18,6 +18,7 @@ from rlhf.data.documents import plain_documents
 from rlhf.stages.bad_numbers import count_in_a_row
 from rlhf.stages.budget_ppo import described, memory
 from rlhf.stages.checkpoints import saying_what_cannot_be_written
+from rlhf.stages.metric_names import named_rewards
 from rlhf.stages.microbatches import pieces
 from rlhf.stages.models import hand_over, load_tokenizer
 from rlhf.stages.out_of_memory import explained, within_memory
@@ -60,7 +61,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     policy, critic, *optimizers = prepare(run, roles)
     per_prompt = settings.num_samples_per_prompt
     batch_size = settings.rollout_batch_size
-    run.batch_size("rollout_batch_size / num_minibatches", batch_size // settings.num_minibatches, batch_size)
+    name, num_minibatches = "rollout_batch_size / num_minibatches", settings.num_minibatches
+    run.batch_size(name, batch_size // num_minibatches, batch_size, num_minibatches, per_prompt)
     if settings.ptx_data is not None:
         run.batch_size("ptx_batch_size", settings.ptx_batch_size, settings.ptx_batch_size)
     stops = stops_of(roles.policy.model, tokenizer)
@@ -87,7 +89,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     with run.watched():
         selection = Selection(run, tokenizer, sft=evaluator(roles.policy))  # which has learned nothing yet
     work = Work(run, roles)
-    health = Health(batch_size, settings.max_new_tokens, settings.critic_warmup_iterations)
+    paid_by = named_rewards(settings.reward_model, [spec.model_dump() for spec in settings.rewards])
+    health = Health(batch_size, settings.max_new_tokens, settings.critic_warmup_iterations, paid_by)
     run.state["kl_coef"] = settings.kl_coef
 
     def answer(batch: list[int]) -> Rollout:

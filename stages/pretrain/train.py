@@ -44,7 +44,8 @@ def train(folder: str | Path) -> dict[str, Any]:
     run.num_steps = settings.num_steps
     corpus = prepare(run)
     tokenizer, eos = corpus.tokenizer, corpus.tokenizer.eos_token_id
-    batch_size = run.batch_size(*global_batch(settings, corpus.block_size), len(corpus.rows))
+    name, size, each = global_batch(settings, corpus.block_size)
+    batch_size = run.batch_size(name, size, len(corpus.rows), each)
     model = make_model(settings, tokenizer, spread=run.sharding is not None)
     prompts = sample_prompts(settings, model, tokenizer)
     run.flops_per_token = flops_per_token(model, corpus.block_size)
@@ -102,11 +103,11 @@ def train(folder: str | Path) -> dict[str, Any]:
     return run.finish(final_metrics(run, model, tokenizer), hand_over(tokenizer, model))
 
 
-def global_batch(settings: PretrainSettings, block_size: int) -> tuple[str, int]:
-    """Name and value, in blocks, of the setting that says how large a step is."""
+def global_batch(settings: PretrainSettings, block_size: int) -> tuple[str, int, int]:
+    """Name and value, in blocks, of the setting that says how large a step is, and what it counts for a block."""
     if settings.global_batch_tokens is None:
-        return "global_batch_size", settings.global_batch_size
-    return "global_batch_tokens", max(settings.global_batch_tokens // block_size, 1)
+        return "global_batch_size", settings.global_batch_size, 1
+    return "global_batch_tokens / block_size", max(settings.global_batch_tokens // block_size, 1), block_size
 
 
 def make_optimizers(model: PreTrainedModel, settings: PretrainSettings) -> list[torch.optim.Optimizer]:

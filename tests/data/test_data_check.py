@@ -97,7 +97,8 @@ def test_bad_rows_are_a_warning_not_an_error(write: Any) -> None:
     assert none["kept"] == 0
     assert none["warnings"] == [
         "nothing usable is left; row 1: empty response: no column 'response' (columns found: prompt, answer); "
-        "demonstrations need prompt and response, or messages; name yours with map: {prompt: YOURS}"
+        "demonstrations need prompt and response, or messages; name yours with map: {prompt: YOURS} "
+        "(`rlhf data`: --map prompt=YOURS)"
     ]
 
 

@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from formats_world import dropped, read, user
 
 from rlhf.data.columns import columns_found, did_you_mean, find
-from rlhf.data.errors import DataError
+from rlhf.data.errors import ConnectionLost, DataError
 from rlhf.data.examples import Demonstration
 from rlhf.data.recognise import recognise
 from rlhf.data.rows import load, read_demonstrations, read_prompts, read_text
@@ -82,6 +83,18 @@ def test_an_error_lists_the_columns_of_the_file_and_not_too_many() -> None:
     assert columns_found(map(str, range(14))).endswith("10, 11, …)")
     assert columns_found([]) == " (columns found: none)"
     assert did_you_mean("zzz", ["prompt"]) == ""
+
+
+def test_a_hub_that_is_gone_before_the_next_share_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("Couldn't reach it")))
+    with pytest.raises(
+        ConnectionLost, match=r"lost while share 2 was read \(Couldn't reach it\); what was copied is kept"
+    ):
+        copy_share(Source(path="owner/set", streaming=True), 1, tmp_path / "000001.jsonl.zst")
 
 
 def test_a_streamed_set_keeps_the_column_of_another_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,23 @@ def test_wrong_column_names_are_told_with_those_found(write: Any) -> None:
         read_demonstrations(write({"prompt": "q", "answer": "a"}))
     assert str(caught.value).partition("rows.jsonl")[2] == (
         " row 1: empty response: no column 'response' (columns found: prompt, answer); demonstrations need prompt and "
-        "response, or messages; name yours with map: {prompt: YOURS}. Nothing usable is left: kept 0 of 1 rows"
+        "response, or messages; name yours with map: {prompt: YOURS} "
+        "(`rlhf data`: --map prompt=YOURS). Nothing usable is left: kept 0 of 1 rows"
     )
     with pytest.raises(DataError, match=r"no column 'text' \(columns found: body\)"):
         read_text(write({"body": "x"}))
+
+
+@pytest.mark.parametrize("name", ["responses", "completions"])
+def test_a_ranking_without_ranks_is_told_so(write: Any, name: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_rankings(write({"prompt": "q", name: ["a", "b"], "marks": [1, 2]}))
+    why = str(caught.value).partition("rows.jsonl")[2]
+    assert why.startswith(
+        f" row 1: answers without their ranks: no column 'ranks' (1 is the best) beside '{name}' "
+        f"(columns found: prompt, {name}, marks); preferences need prompt, chosen and rejected, or"
+    )
+    assert "name yours with map: {ranks: YOURS} (`rlhf data`: --map ranks=YOURS). Nothing usable is left" in why
 
 
 def test_only_the_first_few_row_numbers_are_kept(write: Any) -> None:

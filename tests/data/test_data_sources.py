@@ -1,12 +1,13 @@
 """Where rows come from: files, folders, functions, saved data sets and the hub."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sources_world import rows_of
 
-from rlhf.data.errors import DataError
+from rlhf.data.errors import ConnectionLost, DataError
 from rlhf.data.sources import Source, TextSource, digest, load_function, locate, named, read_rows
 
 
@@ -68,7 +69,7 @@ def test_a_hub_id_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked[1][1]["streaming"] is True
 
 
-def test_a_stream_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_breaks_off_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def load_dataset(*args: Any, **settings: Any) -> Any:
@@ -76,7 +77,46 @@ def test_a_stream_that_breaks_off_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         raise ConnectionError("gone")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError, match=r"owner/set: .*gone"):
+    with pytest.raises(ConnectionLost) as lost:
+        rows_of("owner/set", streaming=True)
+    assert str(lost.value) == "owner/set: the connection to the hub was lost while it was read (gone); run again"
+
+
+def test_a_download_that_breaks_off_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    def answering(status: int) -> HfHubHTTPError:
+        response: Any = SimpleNamespace(headers={}, request=None, status_code=status)
+        return HfHubHTTPError(str(status), response=response)
+
+    def download_and_prepare(error: Exception) -> None:  # which load_dataset calls once it has found the set
+        try:
+            raise error
+        except Exception as cause:
+            raise LocalEntryNotFoundError("not in the cache") from cause
+
+    failing: list[Exception] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: download_and_prepare(failing.pop()))
+    for error in (TimeoutError("too slow"), answering(503), answering(429)):
+        failing.append(error)
+        with pytest.raises(ConnectionLost, match="while it was read"):
+            rows_of("owner/set")
+    for error in (answering(403), OfflineModeIsEnabled("HF_HUB_OFFLINE"), ValueError("a file is damaged")):
+        failing.append(error)
+        with pytest.raises(DataError, match="nor loadable from the hub"):
+            rows_of("owner/set")
+
+
+def test_a_damaged_file_of_a_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(*args: Any, **settings: Any) -> Any:
+        yield {"prompt": "p"}
+        raise ValueError("no JSON")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="no JSON"):
         rows_of("owner/set", streaming=True)
 
 

@@ -93,7 +93,7 @@ def test_one_that_is_no_text_is_refused_with_the_cure(write: Any, kind: str) -> 
     assert loaded.report.first_bad() == (
         2,
         "system is a number, not text; if it is no system message, rename the column, or call it something else with "
-        "map: {source: system}",
+        "map: {source: system} (`rlhf data`: --map source=system)",
     )
 
 

@@ -221,5 +221,6 @@ def test_answers_of_which_none_has_a_rank_are_told_what_is_needed(tmp_path: Path
     assert str(caught.value).partition("long.csv ")[2] == (
         "row 1: an answer without its rank or score (columns found: prompt, response); preferences need prompt, chosen "
         "and rejected, or prompt, responses and ranks, or of one answer a row prompt, response and rank (or score); "
-        "name yours with map: {prompt: YOURS}. Nothing usable is left: kept 0 of 2 rows"
+        "name yours with map: {prompt: YOURS} (`rlhf data`: --map prompt=YOURS). "
+        "Nothing usable is left: kept 0 of 2 rows"
     )

@@ -77,7 +77,7 @@ def test_a_models_name_under_system_is_told_from_a_system_message(tmp_path: Path
     assert dropped(loaded) == {"fewer than two answers": [1], "fewer than two answers under one system message": [2, 3]}
     assert loaded.report.dropped["fewer than two answers under one system message"].detail == (
         f": row 3 has its prompt under another one; if {name!r} names the model that answered, rename the column, or "
-        f"call it something else with map: {{source: {name}}}"
+        f"call it something else with map: {{source: {name}}} (`rlhf data`: --map source={name})"
     )
 
 

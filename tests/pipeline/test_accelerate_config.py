@@ -166,4 +166,5 @@ def test_a_precision_in_the_config_is_said_to_have_no_effect(world: Path) -> Non
 def test_batches_are_held_against_the_processes_of_their_own_stage(world: Path, stages: FakeStages) -> None:
     with pytest.raises(SettingsError) as error:
         runner.run(recipe_with("num_processes={pretrain: 2, reward: 3}"), RUN, None, lambda _: None)
-    assert str(error.value) == "reward.global_batch_size: 64 cannot be shared evenly by 3 processes; use a multiple"
+    said = "reward.global_batch_size: 64 cannot be shared evenly by 3 processes; use a multiple"
+    assert str(error.value) == f"{said}: reward.global_batch_size=66"

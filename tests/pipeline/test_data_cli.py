@@ -83,11 +83,12 @@ def test_check_counts_what_a_kind_has_and_leaves_one_blank_line(
 def test_a_table_of_unknown_columns_is_asked_for_its_header(rlhf: Call) -> None:
     Path("w.csv").write_text("Who?,Me.,1\nWho?,You.,2\n")
     err = rlhf("data", "check", "w.csv", "--as", "preferences")[2]
-    assert err.endswith("name yours with map: {prompt: YOURS}; or is the line with the names of the columns missing?\n")
+    missing = "or is the line with the names of the columns missing?\n"
+    assert err.endswith(f"name yours with map: {{prompt: YOURS}} (`rlhf data`: --map prompt=YOURS); {missing}")
     Path("p.csv").write_text("prompt\nWho?\n")
     assert "missing?" not in rlhf("data", "check", "p.csv", "--as", "preferences")[2]
     err = rlhf("data", "check", "w.csv", "--as", "text")[2]
-    assert err.endswith("column: YOURS; or is the line with the names of the columns missing?\n")
+    assert err.endswith(f"column: YOURS (`rlhf data`: --map text=YOURS); {missing}")
 
 
 def test_check_shows_the_first_of_many_answers_and_counts_the_others(rlhf: Call) -> None:
@@ -152,7 +153,7 @@ def test_rows_of_which_none_can_be_used_are_an_error_and_its_columns_are_told_on
     assert (code, out.count("question"), "warning" in out) == (2, 1, False)
     assert err == (
         "error: w.jsonl: nothing usable is left; demonstrations need prompt and response, or messages; name yours with "
-        "map: {prompt: YOURS}\n"
+        "map: {prompt: YOURS} (`rlhf data`: --map prompt=YOURS)\n"
     )
     assert rlhf("data", "check", "w.jsonl", "--as", "demonstrations", "--json")[::2] == (2, err)
 

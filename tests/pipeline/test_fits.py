@@ -9,7 +9,7 @@ from pipeline_world import FakeStages
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline import preflight, runner
-from rlhf.pipeline.fits import misfits
+from rlhf.pipeline.fits import misfits, uneven
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.stages.sft import config
 
@@ -122,6 +122,33 @@ def test_a_server_samples_ahead_for_one_process(world: Path, stages: FakeStages,
 
 
 def test_blocks_of_raw_text_are_shared_evenly_too(world: Path, stages: FakeStages, gpus: list[int]) -> None:
-    said = "ppo.ptx_batch_size: 3 cannot be shared evenly by 2 processes; use a multiple"
+    said = "ppo.ptx_batch_size: 3 cannot be shared evenly by 2 processes; use a multiple: ppo.ptx_batch_size=4"
     assert refused(TWO, "ppo.ptx_coef=1", "ppo.ptx_data=text.jsonl", "ppo.ptx_batch_size=3") == said
     assert stages.trained == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "processes", "overrides", "found", "cure"),
+    [
+        ("sft", 64, ["sft.global_batch_size=32"], "sft.global_batch_size: 32", "sft.global_batch_size=64"),
+        ("reward", 64, ["reward.global_batch_size=65"], "reward.global_batch_size: 65", "reward.global_batch_size=128"),
+        # Two minibatches of 64 make 128; prompts of three answers each, 384.
+        ("ppo", 64, ["ppo.rollout_batch_size=64", "ppo.num_minibatches=2"], "ppo.rollout_batch_size / num_minibatches: "
+         "32", "ppo.rollout_batch_size=128"),
+        ("ppo", 64, ["ppo.rollout_batch_size=66", "ppo.num_minibatches=2", "ppo.num_samples_per_prompt=3"],
+         "ppo.rollout_batch_size / num_minibatches: 33", "ppo.rollout_batch_size=384"),
+        # 100 tokens are three blocks of 32; four blocks are 128 tokens.
+        ("pretrain", 4, ["pretrain.global_batch_tokens=100", "pretrain.block_size=32"],
+         "pretrain.global_batch_tokens / block_size: 3", "pretrain.global_batch_tokens=128"),
+    ],
+)  # fmt: skip
+def test_the_cure_for_an_uneven_batch_is_an_override_that_works(
+    world: Path, stage: str, processes: int, overrides: list[str], found: str, cure: str
+) -> None:
+    def said(*more: str) -> list[str]:
+        settings = load_recipe("recipe.yaml", [*overrides, *more]).section(stage)
+        assert settings is not None
+        return list(uneven(settings, processes))
+
+    assert said() == [f"{found} cannot be shared evenly by {processes} processes; use a multiple: {cure}"]
+    assert said(cure) == []

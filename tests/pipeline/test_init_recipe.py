@@ -117,6 +117,48 @@ def test_lengths_follow_the_rows(here: Path, rlhf: Call) -> None:
     assert "max_length: 256" in Path("other.yaml").read_text()  # 660 characters, three to a token
 
 
+@pytest.mark.parametrize(
+    ("positions", "of_rows", "prompt", "new"),
+    [
+        (96, 64, 48, 48),  # half of them each
+        (40, 40, 20, 20),
+        (100, 64, 50, 50),
+        (127, 64, 64, 63),
+        (128, 64, 64, 64),  # as much as the rows want
+        (4096, 64, 64, 64),
+        (None, 64, 64, 64),  # as many as one likes, or it does not say
+    ],
+)
+def test_no_length_exceeds_the_positions_of_the_model_that_it_starts_from(
+    here: Path, rlhf: Call, positions: int | None, of_rows: int, prompt: int, new: int
+) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    rlhf("init", "mine", "demos.jsonl", "pairs.jsonl", "--model", "model")
+    found = sections()
+    assert (found["sft"].max_length, found["reward"].max_length) == (of_rows, of_rows)
+    assert (found["ppo"].max_prompt_length, found["ppo"].max_new_tokens) == (prompt, new)
+
+
+def test_the_positions_of_a_model_of_the_hub_are_known_where_its_config_is_in_the_cache(
+    here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("cached").mkdir()
+    Path("cached/config.json").write_text('{"max_position_embeddings": 40}')
+
+    def cached(reference: str, name: str) -> str | None:
+        return str(here / "cached" / name) if reference == "owner/known" else None
+
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    rlhf("init", "mine", "demos.jsonl", "--model", "owner/known")
+    assert sections()["sft"].max_length == 40
+    rlhf("init", "other", "demos.jsonl", "--model", "owner/unknown")
+    assert "max_length: 64" in Path("other.yaml").read_text()
+
+
 def test_the_schema_that_the_recipe_names_lies_beside_it(here: Path, rlhf: Call) -> None:
     write_rows(here / "demos.jsonl", DEMONSTRATIONS)
     rlhf("init", "mine")

@@ -2,7 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import forking
 import pytest
 from pipeline_world import write_recipe, write_rows
 
-from rlhf.pipeline import estimate
+from rlhf.pipeline import estimate, progress
 
 
 def phase(total: float, seconds: float, times: int | None, sending: float = 0.0, **gib: float) -> dict[str, Any]:
@@ -53,17 +54,16 @@ class Child:
         self.code, self.said = 0, ""
         self.answer = ANSWER
 
-    def run(self, words: list[str], input: str, **_: Any) -> subprocess.CompletedProcess[str]:
-        assert words[1:] == ["-m", "rlhf.stages.estimate"]
-        self.request = json.loads(input)
+    def ask(self, request: dict[str, Any], tell: Any) -> subprocess.CompletedProcess[str]:
+        self.request = json.loads(json.dumps(request))
         said = "a line of a library\n" + json.dumps(self.answer)
-        return subprocess.CompletedProcess(words, self.code, said, self.said)
+        return subprocess.CompletedProcess([], self.code, said, self.said)
 
 
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch, world: Path) -> Child:
     found = Child()
-    monkeypatch.setattr(estimate.subprocess, "run", found.run)
+    monkeypatch.setattr(estimate, "_ask", found.ask)
     monkeypatch.setattr(estimate, "visible_gpus", lambda: 2)
     return found
 
@@ -228,6 +228,31 @@ def test_what_breaks_there_is_told_in_its_last_line(child: Child, rlhf: Call) ->
     assert rlhf("estimate", "recipe.yaml") == (1, "", "error: RuntimeError: no\n")
 
 
+def test_the_stage_that_is_being_estimated_is_told_while_it_lasts(
+    rlhf: Call, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, beside the answer; what the other process says there itself is told where it breaks alone."""
+    (world / "answer.json").write_text(json.dumps(ANSWER) + "\n")
+    (world / "other").write_text(
+        f"#!/bin/sh\ncat > {world}/asked.json\necho a library >&2\necho estimating sft\necho a line of a library\n"
+        f"echo estimating ppo\ncat {world}/answer.json\n"
+    )
+    (world / "other").chmod(0o755)
+
+    @contextmanager
+    def telling(what: str, say: Any) -> Iterator[Any]:
+        say(what)
+        yield say
+
+    monkeypatch.setattr(estimate.sys, "executable", str(world / "other"))
+    monkeypatch.setattr(estimate, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(progress, "telling", telling)
+    code, out, err = rlhf("estimate", "recipe.yaml", "--json")
+    assert (code, json.loads(out)) == (0, ANSWER | {"left_out": []})
+    assert err == "starting\nestimating sft\nestimating ppo\n"
+    assert list(json.loads((world / "asked.json").read_text())["stages"]) == list(STAGES)
+
+
 def test_a_device_that_is_not_known_is_refused_before_anything_is_started(child: Child, rlhf: Call) -> None:
     code, _, err = rlhf("estimate", "recipe.yaml", "--device", "h9000")
     assert code == 2
@@ -244,7 +269,8 @@ def test_a_whole_recipe_is_told_by_the_real_process(world: Path) -> None:
     )  # fmt: skip
     words = ["--devices", "2xl4", "--json", "accelerate_config={sft: fsdp2}"]
     ended = forking.rlhf("estimate", "recipe.yaml", *words, cwd=world)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0
+    assert all(line.endswith(" so far") for line in ended.stderr.splitlines())  # how far it was, where it took long
     found = json.loads(ended.stdout)
     assert (found["device"]["name"], found["fits"]) == ("L4", True)
     assert {stage: of_stage["layout"] for stage, of_stage in found["stages"].items()} == {

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from time import monotonic, sleep
 from typing import Any
 
@@ -152,6 +152,62 @@ def test_the_status_file_decides_and_not_the_code(recipe: Recipe, monkeypatch: p
         run_script(monkeypatch, recipe, "os.kill(os.getpid(), signal.SIGKILL)")
 
 
+# What launchers of others tell their workers, and what people set for a stage.
+FOREIGN = {
+    "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "ROLE_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True", "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_MIXED_PRECISION": "fp16", "FSDP_VERSION": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2",
+}  # fmt: skip
+OF_PEOPLE = {
+    "NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_FR_BUFFER_SIZE": "9", "CUDA_VISIBLE_DEVICES": "",
+    "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "RLHF_PROFILE": "1", "HF_HUB_OFFLINE": "1",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9",
+}  # fmt: skip
+
+
+@pytest.fixture
+def surrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is a worker of another launcher."""
+    for name, value in (FOREIGN | OF_PEOPLE).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stage_in_this_process_is_no_worker_of_another_launcher(
+    surrounded: None, world: Path, stages: FakeStages, rlhf: Callable[..., tuple[int, str, str]], fails: bool
+) -> None:
+    """And the process is what it was, afterwards."""
+    seen: dict[str, str] = {}
+
+    def look(_: Path) -> None:
+        seen.update(os.environ)
+        if fails:
+            raise OSError("no room")
+
+    stages.in_stage["pretrain"] = look
+    before = dict(os.environ)
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == int(fails)
+    assert not FOREIGN.keys() & seen.keys()
+    assert OF_PEOPLE.items() <= seen.items()
+    assert dict(os.environ) == before
+
+
+def test_a_launcher_is_told_nothing_of_another_one(
+    surrounded: None, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = "json.dump(dict(os.environ), open('seen', 'w')); tell('done')"
+    monkeypatch.setattr(launch, "stays_in_process", lambda *_: False)
+    monkeypatch.setattr(
+        launch, "command", lambda *_: ([sys.executable, "-c", STAGE + tell], {"ACCELERATE_USE_CPU": "ours"})
+    )
+    with held(RUN, 0) as lock:
+        launch.run_stage("sft", Path(), recipe, lock)
+    seen = json.loads(Path("seen").read_text())
+    assert not FOREIGN.keys() & seen.keys()
+    assert (OF_PEOPLE | {"ACCELERATE_USE_CPU": "ours"}).items() <= seen.items()
+
+
 @contextmanager
 def another_trains_in(folder: Path) -> Iterator[None]:
     """A folder as it is while another process trains in it."""
@@ -226,6 +282,7 @@ def test_a_run_is_refused_where_a_stage_by_hand_came_while_its_launcher_started(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, debug: bool
 ) -> None:
     """What the files there tell is of that one."""
+    monkeypatch.setattr(launch, "SECONDS_TO_DIE", 0.0)
     if debug:  # what the launcher says is shown then, not kept
         monkeypatch.setenv(DEBUG, "1")
     (folder := RUN / "sft-1").mkdir()
@@ -243,6 +300,29 @@ def test_a_run_is_refused_where_a_stage_by_hand_came_while_its_launcher_started(
             launch.run_stage("sft", folder, recipe, lock)
     assert str(refused.value) == refusal(folder)
     assert [path.name for path in folder.iterdir()] == ["status.json"]
+
+
+def test_a_stage_whose_launcher_was_killed_is_not_taken_for_another_one_while_it_dies(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the folder until it is gone."""
+
+    def slowly(*arguments: Any) -> None:
+        Timer(0.5, signal_all, arguments).start()
+
+    signal_all = launch.signal_all
+    monkeypatch.setattr(launch, "signal_all", slowly)
+    trains = """
+    import fcntl
+    if not os.fork():
+        fcntl.flock(os.open(".", os.O_RDONLY), fcntl.LOCK_EX)
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+    """
+    with pytest.raises(RunFailed, match=r"^its process ended with code -9 and left no message"):
+        run_script(monkeypatch, recipe, trains)
+    with another_trains_in(Path()):
+        pass
 
 
 def test_a_status_of_an_earlier_attempt_is_not_believed(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +368,8 @@ def test_what_a_failed_launch_said_is_kept_and_not_shown(
     assert capfd.readouterr().err == ""
     run_script(monkeypatch, recipe, "tell('done'); print('deprecated', file=sys.stderr)")
     assert capfd.readouterr().err == "deprecated\n"
+    run_script(monkeypatch, recipe, "tell('done'); raise OSError('a process was killed when all was done')")
+    assert capfd.readouterr().err == ""
     monkeypatch.setenv("RLHF_DEBUG", "1")
     with pytest.raises(RunFailed):
         run_script(monkeypatch, recipe, "raise OSError('no port')")

@@ -16,7 +16,8 @@ from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.lock import held
 from rlhf.pipeline.plan import make_plan
 from rlhf.pipeline.recipe import load_recipe
-from rlhf.stages.checkpoints import clear, swap_in
+from rlhf.pipeline.sweep import load_sweep, run_sweep
+from rlhf.stages.checkpoints import CannotWrite, clear, swap_in
 from rlhf.stages.disk import file_digest
 
 RUN = Path("run")
@@ -36,6 +37,27 @@ def test_files_that_no_run_left_are_never_touched(world: Path, stages: FakeStage
         run()
     assert {path: text for path, (text, _) in contents(RUN).items()} == {f"run/{name}": b"mine"}
     assert stages.trained == []
+
+
+def test_names_that_are_not_utf_8_are_refused_with_their_setting(world: Path, stages: FakeStages) -> None:
+    bad = Path("bad\udcff")  # the byte 0xff
+    with pytest.raises(
+        SettingsError, match=r"^--run-dir '.*/bad\\udcff': the name is not UTF-8, .*; choose one that is$"
+    ):
+        runner.run(load_recipe("recipe.yaml"), bad)
+    with pytest.raises(SettingsError, match=r"^--run-dir '.*/bad\\udcff': the name is not UTF-8"):
+        run_sweep(load_sweep("parts", "recipe.yaml"), bad)
+    with pytest.raises(SettingsError, match=r"^override reward\.data\.path='d\\udcff': not UTF-8, .*; rename the file"):
+        run("reward.data.path=d\udcff")
+    (rows := Path("rows")).mkdir()
+    os.replace("rankings.jsonl", rows / "r\udcff.jsonl")
+    with pytest.raises(
+        DataError, match=r"^reward\.data: 'rows/r\\udcff\.jsonl': the name is not UTF-8, .*; rename the f"
+    ):
+        run("reward.data=rows")
+    assert stages.trained == []
+    assert not bad.exists()
+    assert not RUN.exists()
 
 
 def test_each_source_is_read_as_the_stage_reads_it(world: Path, stages: FakeStages) -> None:
@@ -102,6 +124,13 @@ def test_what_cannot_work_is_refused_before_the_first_stage(
         run(*fits, *overrides)
     assert stages.trained == []
     assert not RUN.exists()
+
+
+def test_positions_of_gpt2_are_read_too(world: Path, stages: FakeStages) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"n_positions": 64}')
+    with pytest.raises(SettingsError, match=r"sft\.max_length is 65, but the model has 64 positions"):
+        run("sft.model=./base", "sft.max_length=65")
 
 
 def test_a_model_of_an_earlier_run_must_have_the_positions_too(world: Path, stages: FakeStages) -> None:
@@ -223,6 +252,22 @@ def test_only_a_complete_checkpoint_is_gone_on_from(world: Path, stages: FakeSta
     stages.in_stage["sft"] = break_after_step_7
     with pytest.raises(RunFailed, match=r"state is kept in run/sft-.* it goes on from step 7, or starts over in a"):
         run()
+
+
+def test_what_says_itself_how_to_go_on_is_not_told_it_twice(world: Path, stages: FakeStages) -> None:
+    said = "the model could not be written: File too large; raise the limit and run again: it goes on from step 7"
+
+    def break_after_step_7(folder: Path) -> None:
+        (clear(folder) / "weights").write_text("abc")
+        swap_in(folder, 7, processes=1, device="cpu", state={})
+        raise CannotWrite(said)
+
+    stages.in_stage["sft"] = break_after_step_7
+    with pytest.raises(RunFailed) as failed:
+        run()
+    assert str(failed.value).startswith(f"sft: CannotWrite: {said} (traceback in run/sft-")
+    assert str(failed.value).count("run again") == 1
+    assert str(failed.value).count("step 7") == 1
 
 
 def test_a_run_that_waits_for_another_says_so_at_once(

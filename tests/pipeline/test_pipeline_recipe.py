@@ -30,6 +30,15 @@ def test_a_value_where_a_section_belongs_is_told_without_names_of_classes(world:
     assert refusal("sft.lora=3") == "sft.lora: input should be a valid dictionary (found 3)"
 
 
+@pytest.mark.parametrize(("name", "value"), [("num_processes", "2"), ("accelerate_config", "ddp")])
+def test_how_a_stage_is_launched_needs_its_section(world: Path, name: str, value: str) -> None:
+    assert refusal(f"{name}={{sft: {value}, ppo: {value}}}", "sft=null") == (
+        f"{name}.sft: has no effect without a section sft; add the section, or take this out"
+    )
+    assert load(f"{name}={{sft: {value}}}").stages == ["pretrain", "sft", "reward", "ppo"]
+    assert load(f"{name}={value}", "sft=null").section("sft") is None
+
+
 def test_all_mistakes_are_told_at_once(world: Path) -> None:
     message = refusal("ppo.kl_coeff=1", "sft.learning_rate=fast")
     assert "ppo: no setting 'kl_coeff'" in message

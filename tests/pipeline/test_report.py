@@ -111,6 +111,15 @@ def test_the_card_of_a_stage_has_the_sign_of_its_verdict(tmp_path: Path) -> None
     assert "win rate over SFT by the reward model 0.90 ties count half" in shown
 
 
+def test_functions_that_give_the_score_are_named_in_the_verdict(tmp_path: Path) -> None:
+    run_dir = set_metrics(
+        make_run(tmp_path / "run", ["ppo"]), "ppo", true_quality=None, sft_true_quality=None, win_rate=None,
+        score=1.5, sft_score=0.1, score_win_rate=0.9, num_eval_prompts=100,
+    )  # fmt: skip
+    (run_dir / "recipe.yaml").write_text("ppo: {rewards: [{function: 'mine:correct'}]}\n", encoding="utf-8")
+    assert "win rate over SFT by the rewards themselves, ppo.rewards (mine:correct), 0.90" in words(page(run_dir))
+
+
 def test_commands_in_a_sentence_are_marked_as_such(tmp_path: Path) -> None:
     run_dir = set_metrics(make_run(tmp_path / "run", ["ppo"]), "ppo", win_rate=None)
     html = page(run_dir)

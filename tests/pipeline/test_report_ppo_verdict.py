@@ -1,5 +1,6 @@
 """PPO's verdict from figures that call for it, and which figures are the evidence."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,24 @@ def test_ppo_improved_where_the_judge_prefers_its_answers() -> None:
 def test_a_rise_by_the_score_alone_is_no_proof() -> None:
     sentence = said(ppo_verdict.ppo(PPO, {}, None, BY_SCORE), "raised_the_score", "doubtful")
     assert "the score rose from -0.100 to 1.50, win rate over SFT by the reward model itself 0.80" in sentence
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"rewards": []}, "by the reward model itself 0.80"),
+        (None, "by the reward model itself 0.80"),
+        ({"rewards": ["mine:correct"]}, "by the reward model itself 0.80"),  # no recipe of ours
+        ({"rewards": [{"function": "mine:correct"}]}, "by the rewards themselves, ppo.rewards (mine:correct), 0.80"),
+        (
+            {"reward_model": "models/kind", "rewards": [{"function": "mine:correct"}, {"model": "models/helpful"}]},
+            "by the rewards themselves, ppo.reward_model and ppo.rewards (mine:correct, models/helpful), 0.80",
+        ),
+    ],
+)
+def test_the_score_is_told_with_what_gives_it(section: Any, words: str) -> None:
+    found = replace(BY_SCORE, paid_by=ppo_verdict.paid_by(section))
+    assert f"win rate over SFT {words}" in said(ppo_verdict.ppo(PPO, {}, None, found), "raised_the_score", "doubtful")
 
 
 def test_few_prompts_are_too_few_to_tell_and_many_show_no_difference() -> None:

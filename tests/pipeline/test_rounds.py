@@ -309,7 +309,7 @@ def test_what_people_have_ranked_is_gone_on_with_however_long_it_may_be(
 ) -> None:
     run("feedback.judge=null", "rounds=1", *SHORT)
     rank_all()
-    monkeypatch.setattr(preflight, "_positions", lambda _: 64)
+    monkeypatch.setattr(preflight, "positions_in", lambda _: 64)
     run("feedback.judge=null", "rounds=1", *SHORT)
     assert stages.trained == ALL[:5]
 

@@ -1,5 +1,6 @@
 """Words of the command line that cannot be read: one line in our form, the nearest word, exit code 2."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def test_no_command_is_listed_with_half_a_sentence(
     ("error", "said"),
     [
         (OSError(28, "No space left on device", "a/b"), "a/b: No space left on device; make room there"),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded", "a/b"),
+            "a/b: Disk quota exceeded; free some of the quota there, or have it raised",
+        ),
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "standard output, or a file: File too large; raise the limit on the size of a file (`ulimit -f`), or name "
+            "a place on another file system",
+        ),
         (
             OSError(28, "No space left on device"),
             "standard output, or a file: No space left on device; make room there",

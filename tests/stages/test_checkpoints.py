@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import runpy
 import shutil
 import subprocess
@@ -231,6 +232,24 @@ def test_each_library_that_meets_a_full_disk_is_understood(small_disk: Any, writ
         writer(disk)
 
 
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """As after `ulimit -f`: files of 64 KiB at most."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("writer", [of_safetensors, of_torch, of_python])
+def test_each_library_that_meets_a_limit_on_the_size_of_files_is_understood(
+    tmp_path: Path, small_files: None, writer: Any
+) -> None:
+    said = r"^the model could not be written to .* \(0\.1 MiB allowed in a file\); raise the limit .*`ulimit -f`"
+    with pytest.raises(CannotWrite, match=said), saying_what_cannot_be_written(tmp_path, "the model"):
+        writer(tmp_path)
+
+
 def kib_on_disk(folder: Path) -> int:
     """What the files take on a tmpfs, which has pages of 4 KiB."""
     return sum(-(-path.stat().st_size // 4096) * 4 for path in folder.rglob("*") if path.is_file())
@@ -300,6 +319,8 @@ def test_whatever_cannot_be_written_is_named_and_leaves_no_rubbish(
             run_stage(stage, folder, **inputs(stage, chain))
     text = str(error.value)
     assert text.startswith(f"{what} could not be written to {folder}: {os.strerror(number)} (")
+    assert ("free some of the quota there, or have it raised and run again" in text) == (number == errno.EDQUOT)
+    assert ("free, " in text) == ("free some space, or allow writing there again" in text) == (number != errno.EDQUOT)
     found = newest_checkpoint(folder, hashes=True)
     assert found is not None
     assert text.endswith(f"run again: it goes on from step {found.step}")

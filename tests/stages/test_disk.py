@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf.stages.disk import give_usual_modes, swap_folder
+from rlhf.data.errors import SettingsError
+from rlhf.stages.disk import give_usual_modes, refuse_no_room_beside, refuse_other_than_utf8, swap_folder
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077])
@@ -37,3 +38,17 @@ def test_a_mode_that_somebody_chose_stays(tmp_path: Path) -> None:
     file.chmod(0o640)
     give_usual_modes([file])
     assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_what_stands_in_a_folder_of_an_impossible_name_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "w\udcff").mkdir()  # the byte 0xff
+    with pytest.raises(
+        SettingsError, match=r"^--run-dir '.*/w\\udcff/run': the name is not UTF-8, .*; choose one that"
+    ):
+        refuse_other_than_utf8(folder / "run", "--run-dir ")
+    refuse_other_than_utf8(Path("läuft 狐"))
+    monkeypatch.chdir(folder)
+    with pytest.raises(SettingsError, match=r"^'.*w\\udcff/model.yaml': the name is not UTF-8"):
+        refuse_no_room_beside(Path("model.yaml"))

@@ -52,6 +52,15 @@ def test_a_finished_folder_is_refused_before_torch_is_imported_with_the_commands
     assert shlex.split(run) == ["python", "-m", f"rlhf.stages.{stage}", str(new)]
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (folder := tmp_path / "bad\udcff").mkdir()
+    (folder / "settings.yaml").write_text("stage: sft\n")
+    words = [sys.executable, "-c", WITHOUT_TORCH, "sft", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+    assert done.stderr.startswith(f"error: '{tmp_path}/bad\\udcff': the name is not UTF-8")
+
+
 @pytest.mark.parametrize("in_a_run", [False, True])
 def test_the_last_line_by_hand_names_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_a_run: bool

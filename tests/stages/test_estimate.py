@@ -111,6 +111,31 @@ def test_nothing_is_advised_that_the_stage_refuses(monkeypatch: pytest.MonkeyPat
     assert any("ppo.layout" in change["settings"] for change in changes)
 
 
+def test_sequences_that_the_models_have_no_positions_for_are_refused_all_at_once(tmp_path: Path) -> None:
+    """As a run refuses them. What pretrain will make has its context_length, 96; the shape in the folder 256."""
+    long = {
+        "pretrain": PRETRAIN, "sft": {**SFT, "max_length": 97}, "reward": {**REWARD, "max_length": 96},
+        "ppo": {**PPO, "max_prompt_length": 64, "max_new_tokens": 64},
+    }  # fmt: skip
+    with pytest.raises(SettingsError) as refused:
+        answer(request(**long))
+    assert str(refused.value).splitlines() == [
+        "sft.max_length is 97, but the model has 96 positions; lower it",
+        "ppo.max_prompt_length + ppo.max_new_tokens is 128, but the model has 96 positions; lower it",
+    ]
+    shape().save_pretrained(tmp_path)
+    going_on = {"data": "x", "num_steps": 7, "model": str(tmp_path), "block_size": 257}
+    with pytest.raises(SettingsError, match=r"pretrain\.block_size is 257, but the model has 256 positions; lower it"):
+        answer(request(pretrain=going_on))
+
+
+@pytest.mark.usefixtures("untraced")
+def test_each_stage_is_told_when_it_begins() -> None:
+    said: list[str] = []
+    answer(request(pretrain=PRETRAIN, sft=SFT), said.append)
+    assert said == ["pretrain", "sft"]
+
+
 def test_the_demos_stages_can_be_told() -> None:
     rows = {"sft": {"rows": 60}, "reward": {"rows": 40, "answers": 3}}
     found = estimate.answer(Request({stage: dict(TINY[stage]) for stage in TINY}, rows, "cpu"))
@@ -324,7 +349,8 @@ def test_what_goes_on_beside_other_phases_takes_no_time_of_its_own_unless_it_is_
         ]
         monkeypatch.setattr(estimate, "phases_of", lambda *_, phases=phases: (phases, "bf16"))
         ppo = {**PPO, "rollout": {"one_step_off": True}, "placement": "second_gpu"}
-        found = answer(replace(request(ppo=ppo), layouts={"ppo": "ddp"}))["stages"]["ppo"]
+        asked = request(pretrain=PRETRAIN, sft=SFT, ppo=ppo)
+        found = answer(replace(asked, layouts=dict.fromkeys(asked.stages, "ddp")))["stages"]["ppo"]
         assert found["seconds"] == pytest.approx(expected)
         assert [note.split(":")[0] for note in found["notes"]][1:] == ["left out"]
 

@@ -243,6 +243,18 @@ def test_a_tokenizer_that_is_not_there_is_not_made_up(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])  # an empty one is made up, or the error of transformers is a list
+def test_a_model_without_a_tokenizer_is_refused_with_what_to_do(kind: str, tmp_path: Path) -> None:
+    tiny_policy(kind).save_pretrained(tmp_path)
+    with pytest.raises(RefusedError) as refused:
+        load_tokenizer(str(tmp_path))
+    assert str(refused.value).startswith(f"no tokenizer in '{tmp_path}': ")
+    assert str(refused.value).endswith(
+        "; put the tokenizer's files beside the model, as its save_pretrained writes them (tokenizer.json and others)"
+    )
+    assert ":;" not in str(refused.value).replace(" ", "")
+
+
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_logprobs_in_chunks_have_the_same_values_and_gradients(
     monkeypatch: pytest.MonkeyPatch, cap: float | None

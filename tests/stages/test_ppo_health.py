@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from rlhf.stages.metric_names import named_rewards
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.ppo.health import CLEAR_AFTER, CRITIC_PATIENCE, Finding, Health
 
@@ -131,6 +132,19 @@ def test_equal_scores() -> None:
     step, finding = first([{**STEADY, "score": 5.0, "score_std": 0.0}] * 20)
     assert (step, finding.name) == (1, "equal_scores")
     assert "same score (5; 128 of them)" in finding.message
+    assert "Check that the answers are read by ppo.reward_model, that" in finding.message
+
+
+def test_where_functions_give_the_score_they_are_named() -> None:
+    """Nobody should look for a reward model that is not there."""
+    from_functions = named_rewards(None, [{"function": "mine:correct"}, {"function": "mine:short"}])
+    for row, words in (
+        ({**STEADY, "score_std": 0.0}, "Check that the answers are read by ppo.rewards (mine:correct, mine:short), "),
+        ({**STEADY, "score": math.nan}, "check what is returned by ppo.rewards (mine:correct, mine:short)."),
+    ):
+        _, finding = first([row], Health(128, 48, rewards=from_functions))
+        assert words in finding.message
+        assert "ppo.reward_model" not in finding.message
 
 
 def test_a_few_equal_scores_by_chance_are_no_finding() -> None:

@@ -63,6 +63,10 @@ def forgets_hello(prompts: list[str], responses: list[str]) -> list[float]:
     return [1.0 for response in responses if response != "Hello!"]
 
 
+def one_for_all(prompts: list[str], responses: list[str], **_: Any) -> list[float]:
+    return [1.0]
+
+
 def one_too_many(prompts: list[str], responses: list[str]) -> list[float]:
     return [1.0] * (len(responses) + (len(responses) > 1))
 
@@ -313,10 +317,11 @@ HELLO = r"row 2 of 3: prompt 'Hi', response 'Hello!'"
             r"by_response: raised TypeError: returned a dict, not a list of one number for each re.* \(row 1",
         ),
         (texts, r"gave '1\.0', not a finite number \(row 1 of 3: prompt 'Sum 2 \+ 3', response 'It is 5\.'\)"),
-        (forgets_hello, rf"forgets_hello: returned 2 for 3 responses \({HELLO}\)"),
+        (forgets_hello, rf"forgets_hello: returned 2 numbers for 3 responses \({HELLO}\)"),
         (no_answer_for_hello, rf"no_answer_for_hello: raised ZeroDivisionError: .* \({HELLO}\)"),
         (leaves_at_hello, rf"leaves_at_hello: raised SystemExit: 0 \({HELLO}\)"),
-        (one_too_many, r"returned 4 for 3 responses \(no single row fails alone; the first is row 1 of 3"),
+        (one_for_all, r"one_for_all: returned 1 number for 3 responses"),
+        (one_too_many, r"returned 4 numbers for 3 responses \(no single row fails alone; the first is row 1 of 3"),
     ],
 )
 def test_a_function_that_fails_is_named_with_the_row(

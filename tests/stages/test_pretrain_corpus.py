@@ -4,9 +4,11 @@ import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from errno import ENOSPC
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -17,8 +19,9 @@ from stages_world import block_rows, byte_tokenizer, tiny_policy
 from rlhf.data import documents
 from rlhf.data.collate import Blocks
 from rlhf.data.documents import Documents
-from rlhf.data.errors import DataError, RefusedError, SettingsError
+from rlhf.data.errors import ConnectionLost, DataError, RefusedError, SettingsError
 from rlhf.data.mixture import Mixture
+from rlhf.data.sources import TextSource
 from rlhf.data.split import split_by_prompt
 from rlhf.data.tokens import encode_documents
 from rlhf.stages import together, token_cache, token_files
@@ -320,6 +323,41 @@ def test_a_stream_is_downloaded_once_a_file_at_a_time_and_goes_on_after_a_kill(
     assert (corpus.rows.tokens == local.rows.tokens).all()
     make(data=source)
     assert record(folder)[0]["path"] == "owner/name"
+
+
+def test_a_stream_that_breaks_off_keeps_the_shares_that_it_had(
+    folder: Path, make: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = [2]
+
+    def rows(numbers: list[int]) -> Iterator[dict[str, str]]:
+        for number in numbers:
+            if number in broken:
+                raise ConnectionError("gone")
+            yield from ({"text": text} for text in TEXTS[number * 10 :][:10])
+
+    loaded = datasets.IterableDataset.from_generator(rows, gen_kwargs={"numbers": [0, 1, 2, 3]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: loaded)
+    source = {"path": "owner/name", "streaming": True}
+    with pytest.raises(ConnectionLost) as lost:
+        make(data=source)
+    (kept,) = {path.parent for path in (folder / "run").rglob("*.jsonl.zst")}
+    assert sorted(path.name for path in kept.glob("0*.zst")) == ["000000.jsonl.zst", "000001.jsonl.zst"]
+    assert str(lost.value) == (
+        "owner/name: the connection to the hub was lost while share 3 was read (gone); "
+        f"what was copied is kept in {kept}; run again"
+    )
+    broken.clear()
+    assert make(data=source).rows.num_tokens == make().rows.num_tokens
+
+
+def test_a_copy_that_cannot_be_written_is_no_fault_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]}).to_iterable_dataset()
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    full = Mock(side_effect=OSError(ENOSPC, "No space left on device"))
+    monkeypatch.setattr("rlhf.data.streams.json", Mock(dumps=full))
+    with pytest.raises(OSError, match="No space left"):
+        token_cache.copy_share(TextSource(path="owner/name", streaming=True), 0, folder / "000000.jsonl.zst")
 
 
 def test_a_file_that_lies_here_is_read_as_it_is_though_it_is_to_be_streamed(folder: Path, make: Prepare) -> None:

@@ -225,6 +225,22 @@ def test_what_another_process_said_of_the_end_stands(stage: Stage, dead: int) ->
     assert stage.told == ("stopped", "by rank 1")
 
 
+@pytest.mark.parametrize("state", ["failed", "refused"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("is_here", [False, True])
+def test_of_another_process_that_failed_it_says_nothing_and_ends_at_once(
+    stage: Stage, dead: int, state: str, training: bool, is_here: bool
+) -> None:
+    """The launcher ends it for that one, on this machine or another, whose error is what is shown."""
+    stage.stopping(others=[dead] if is_here else [], training=training)
+    stage.tell(state, 0, "row 3")
+    with pytest.raises(Stopped) as stopped:
+        send(TERM)
+    assert stopped.value.code == 1
+    assert stage.told == (state, "row 3")
+    assert stage.said == []
+
+
 def test_an_error_of_the_network_is_one_of_the_process_that_is_gone(
     stage: Stage, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

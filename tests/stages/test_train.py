@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.data.errors import RefusedError, Stopped
 from rlhf.stages import stopping
-from rlhf.stages.artifact import STAGES, Artifact
+from rlhf.stages.artifact import STAGES, Artifact, refuse_finished
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import file_digest
+from rlhf.stages.ppo import train as ppo_stage
 from rlhf.stages.ppo.health import Finding, Health
 from rlhf.stages.runtime import Runtime
 
@@ -269,6 +270,48 @@ def test_a_finished_folder_is_never_trained_over(chain: Chain) -> None:
     with pytest.raises(RefusedError, match=r"is finished .*/again/sft && python -m rlhf\.stages\.sft .*/again/sft`"):
         run_stage("sft", chain["sft"], **inputs("sft", chain))
     assert {path: path.read_bytes() for path in chain["sft"].rglob("*") if path.is_file()} == before
+
+
+def test_what_runs_a_finished_stage_once_more_names_a_folder_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the finished one itself, which may be the copy that was proposed before."""
+
+    def proposed(folder: str) -> str:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "manifest.json").write_text("{}")
+        with pytest.raises(RefusedError) as refused:
+            refuse_finished(Path(folder), "ppo")
+        return str(refused.value).split(": ")[-1]
+
+    monkeypatch.chdir(tmp_path)
+
+    def command(old: str, new: str) -> str:
+        return f"`mkdir -p {new} && cp {old}/settings.yaml {new} && python -m rlhf.stages.ppo {new}`"
+
+    assert proposed("runs/alone/ppo-01") == command("runs/alone/ppo-01", "runs/again/ppo-01")
+    assert proposed("runs/again/ppo-01") == command("runs/again/ppo-01", "runs/again2/ppo-01")
+    assert proposed("runs/again2/ppo-01") == command("runs/again2/ppo-01", "runs/again3/ppo-01")
+    monkeypatch.chdir(tmp_path / "runs/again2")
+    assert proposed("ppo-01") == command("ppo-01", "../again3/ppo-01")
+
+
+def long_ones(prompts: list[str], responses: list[str]) -> list[float]:
+    return [float(len(response)) for response in responses]
+
+
+def test_ppos_health_monitor_is_told_what_gives_the_score(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def monitor(*given: Any) -> Any:
+        raise RefusedError(str(given[-1]))
+
+    monkeypatch.setattr(ppo_stage, "Health", monitor)
+    function = f"{__name__}:long_ones"
+    fields = {**inputs("ppo", chain), "reward_model": None, "rewards": [{"function": function}]}
+    with pytest.raises(RefusedError) as told:
+        run_stage("ppo", tmp_path / "ppo", **fields)
+    assert str(told.value) == f"ppo.rewards ({function})"
 
 
 @pytest.mark.parametrize("stage", STAGES)
