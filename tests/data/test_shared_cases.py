@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlhf.data.check import check
 from rlhf.data.collate import labels, pad_left, pad_right
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, SettingsError
 from rlhf.data.rows import prompt_text, read_demonstrations, read_prompts, read_rankings, read_text
 from rlhf.data.sources import Source
 from rlhf.data.tokens import Encoded, encode_documents, encode_example, encode_prompt, ensure_chat_template, ensure_pad
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.stages.sft.config import SFTSettings
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 CASES, DATA = SHARED / "cases", SHARED / "data"
@@ -70,6 +73,12 @@ def test_a05_a_long_pair_is_still_two_answers(tokenizer: Any) -> None:
 def test_a06_identical_answers_are_counted_and_never_paired() -> None:
     assert dropped(case("A06_identical_pair.jsonl"), "preferences") == {"identical answers": [1, 2]}
     assert check(case("A06_identical_pair.jsonl"), "preferences")["pairs"] == 1
+
+
+def test_a06_a_tie_is_counted_and_makes_no_pair() -> None:
+    assert dropped(case("A06_ties.jsonl"), "preferences") == {"all answers tied": [1]}
+    (row,) = read_rankings(case("A06_ties.jsonl"), max_dropped=0.5).rows
+    assert (row.responses, row.ranks) == (["Nile", "Rock"], [1, 2])
 
 
 def test_a07_no_prompt_is_guessed_from_a_common_beginning() -> None:
@@ -175,6 +184,28 @@ def test_a11_a_template_refuses_by_name_or_keeps_every_word(
             assert example is not None
             text = tokenizer.decode(example.input_ids)
             assert all(message["content"] in text for message in row.prompt)
+
+
+def test_a12_a_number_that_yaml_takes_for_text_is_one() -> None:
+    section = yaml.safe_load((CASES / "A12_lr_string.yaml").read_text(encoding="utf-8"))["sft"]
+    assert section.pop("learning_rate") == "1e-5"
+    with pytest.raises(SettingsError, match="sft: no setting 'max_steps'"):
+        SFTSettings.load({"data": "x.jsonl", **section}, "sft")
+    assert SFTSettings.load({"data": "x.jsonl", "learning_rate": "1e-5"}, "sft").learning_rate == 1e-5
+
+
+def test_a13_all_unknown_keys_are_told_at_once_with_the_nearest_names() -> None:
+    with pytest.raises(SettingsError) as told:
+        load_recipe(str(CASES / "A13_unknown_key.yaml"))
+    assert "sft: no setting 'learning_rte'; did you mean 'learning_rate'?" in str(told.value)
+    assert "no section or setting 'rewrd'; did you mean 'reward'?" in str(told.value)
+
+
+def test_a21_and_a27_small_sets_are_read_whole() -> None:
+    assert [row.messages[-1]["content"] for row in read_prompts(case("A21_five_prompts.jsonl")).rows] == [
+        f"Say {letter}" for letter in "abcde"
+    ]
+    assert check(case("A27_seven_pairs.jsonl"), "preferences")["pairs"] == 7
 
 
 def test_a23_pad_is_eos_and_masks_go_by_length(build_tokenizer: Any) -> None:
