@@ -309,4 +309,7 @@ def duration(seconds: float | None) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, left = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{left:02d}" if minutes >= 60 else f"{minutes}:{left:02d} min"
+    hours = minutes // 60
+    if hours >= 48:
+        return f"{hours // 24:,} days {hours % 24} h"
+    return f"{hours}:{minutes % 60:02d}:{left:02d}" if hours else f"{minutes}:{left:02d} min"

@@ -9,6 +9,7 @@ import pytest
 from report_world import METRICS, ROWS, SAMPLE, WORST, make_graded, make_run, page, set_metrics, words, write_lines
 
 from rlhf.pipeline.report import render
+from rlhf.pipeline.summary import duration
 
 
 @pytest.fixture(autouse=True)
@@ -225,3 +226,14 @@ def test_phases_are_in_their_table_and_not_among_the_curves(tmp_path: Path, monk
 
 def test_a_run_without_phases_has_no_table_of_them(tmp_path: Path) -> None:
     assert "Where the time went" not in page(make_run(tmp_path, ["sft", "ppo"]))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, ""), (0.04, "0.0 s"), (59.94, "59.9 s"), (60, "1:00 min"), (3599, "59:59 min"), (3600, "1:00:00"),
+        (172_799, "47:59:59"), (172_800, "2 days 0 h"), (131_470_516, "1,521 days 15 h"),
+    ],
+)  # fmt: skip
+def test_times_are_told_as_people_read_them(seconds: float | None, said: str) -> None:
+    assert duration(seconds) == said
