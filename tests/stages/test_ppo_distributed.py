@@ -203,8 +203,8 @@ def test_two_processes_make_the_step_of_one(outcome: Outcome, variant: int) -> N
 def test_statistics_are_those_of_all_episodes_and_equal_everywhere(outcome: Outcome, variant: int) -> None:
     alone, both = outcome
     for found in both:
-        assert found.stats[variant] == pytest.approx(alone.stats[variant], rel=1e-4, abs=1e-5)
-        assert found.rollout_stats[variant] == pytest.approx(alone.rollout_stats[variant], rel=1e-4, abs=1e-5)
+        assert found.stats[variant] == pytest.approx(alone.stats[variant], rel=1e-5, abs=1e-5)
+        assert found.rollout_stats[variant] == pytest.approx(alone.rollout_stats[variant], rel=1e-5, abs=1e-5)
     assert both[0].stats == both[1].stats
 
 

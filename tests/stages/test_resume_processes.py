@@ -103,9 +103,9 @@ def test_each_step_takes_the_rows_that_one_process_takes(found: Found, stage: st
 def test_without_dropout_the_result_is_that_of_one_process(found: Found, root: Path, stage: str, folder: str) -> None:
     ours, theirs = (load_file(root / name / stage / "model" / "model.safetensors") for name in (folder, "alone"))
     for name, weights in theirs.items():
-        torch.testing.assert_close(ours[name], weights, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours[name], weights, rtol=1e-5, atol=1e-5)
     for one, other in zip(rows(root / folder / stage), rows(root / "alone" / stage), strict=True):
-        assert one == pytest.approx(other, rel=1e-3)
+        assert one == pytest.approx(other, rel=1e-5)
 
 
 @pytest.mark.parametrize("folder", ["fewer", "more"])

@@ -177,9 +177,9 @@ def test_a_stage_ends_as_that_of_one_process_and_goes_on_with_another_number(
     found, expected = (load_file(where / "model" / "model.safetensors") for where in (ours, theirs))
     assert found.keys() == expected.keys()
     for weight, value in expected.items():
-        torch.testing.assert_close(found[weight], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[weight], value, rtol=1e-5, atol=1e-5)
     for one, other in zip(rows(ours), rows(theirs), strict=True):
-        assert one == pytest.approx(other, rel=1e-3)
+        assert one == pytest.approx(other, rel=1e-5)
     assert Artifact(ours).manifest["metrics"].keys() == Artifact(theirs).manifest["metrics"].keys()
 
 
@@ -214,14 +214,14 @@ def test_two_processes_make_ppos_update_of_one(outcome: Outcome, variant: int) -
     torch.testing.assert_close(outcome.both[0].weights[variant], expected.weights[variant], rtol=1e-5, atol=1e-5)
     for found in outcome.both:
         torch.testing.assert_close(found.averages[variant], expected.averages[variant], rtol=1e-5, atol=1e-5)
-        assert found.stats[variant] == pytest.approx(expected.stats[variant], rel=1e-4, abs=1e-5)
+        assert found.stats[variant] == pytest.approx(expected.stats[variant], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("variant", range(len(VARIANTS)))
 def test_all_roles_read_what_they_read_in_one_process(outcome: Outcome, variant: int) -> None:
     for rank, found in enumerate(outcome.both):
         for ours, theirs in zip(found.read[variant], outcome.alone.read[variant], strict=True):
-            torch.testing.assert_close(ours, theirs[rank::2], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours, theirs[rank::2], rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_spread_is_refused_by_name(outcome: Outcome) -> None:

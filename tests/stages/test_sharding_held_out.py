@@ -61,9 +61,9 @@ def test_a_process_without_a_held_out_row_trains_with_one_that_has_it(tmp_path: 
     for stage in ("pretrain", "sft", "reward"):
         found, expected = (load_file(root / stage / "model" / "model.safetensors") for root in (both, alone))
         for name, weight in expected.items():
-            torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-5)
         for one, other in zip(rows(both / stage), rows(alone / stage), strict=True):
-            assert one == pytest.approx(other, rel=1e-3)
+            assert one == pytest.approx(other, rel=1e-5)
     assert len(rows(both / "ppo")) == 3  # its samples come from a stream of each process
     assert Artifact(both / "ppo").sealed
     assert counts == [[1] * 4] * 2  # of SFT, then after each iteration
