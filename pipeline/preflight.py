@@ -103,19 +103,9 @@ def too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
         made[step.stage] = positions
         if step.action not in ("run", "resume") or positions is None or _has_answers(step):
             continue
-        for where, length in _lengths(settings):
-            if length > positions:
-                yield f"{where} is {length}, but the model has {positions} positions; lower it"
-
-
-def _lengths(settings: StageSettings) -> Iterator[tuple[str, int]]:
-    """The longest sequence that a stage reads, after the setting that says so."""
-    if isinstance(settings, PPOSettings):
-        yield "ppo.max_prompt_length + ppo.max_new_tokens", settings.max_prompt_length + settings.max_new_tokens
-    elif isinstance(settings, SFTSettings | RewardSettings | FeedbackSettings):
-        yield f"{settings.stage}.max_length", settings.max_length
-    elif isinstance(settings, PretrainSettings) and settings.block_size is not None:
-        yield "pretrain.block_size", settings.block_size
+        longest = settings.longest()
+        if longest is not None and longest[1] > positions:
+            yield f"{longest[0]} is {longest[1]}, but the model has {positions} positions; lower it"
 
 
 def _has_answers(step: Step) -> bool:

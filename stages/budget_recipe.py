@@ -1,6 +1,6 @@
 """The phases of a recipe's stages, with the shapes of models that are there or that earlier stages will make."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,23 +61,14 @@ def refuse_too_long(request: Request) -> None:
     for stage in request.stages:
         settings = request.section(stage)
         config = config_of(request, stage, settings.model)
-        for where, length in _longest(settings):
-            try:
-                check_positions(where, length, config)
-            except SettingsError as error:
-                problems.append(str(error))
+        if (longest := settings.longest()) is None:
+            continue
+        try:
+            check_positions(*longest, config)
+        except SettingsError as error:
+            problems.append(str(error))
     if problems:
         raise SettingsError("\n".join(problems))
-
-
-def _longest(settings: StageSettings) -> Iterator[tuple[str, int]]:
-    """The longest sequence that a stage reads, after the settings that say so."""
-    if isinstance(settings, PPOSettings):
-        yield "ppo.max_prompt_length + ppo.max_new_tokens", settings.max_prompt_length + settings.max_new_tokens
-    elif isinstance(settings, SFTSettings | RewardSettings):
-        yield f"{settings.stage}.max_length", settings.max_length
-    elif isinstance(settings, PretrainSettings) and settings.block_size is not None:
-        yield "pretrain.block_size", settings.block_size
 
 
 def phases_of(request: Request, stage: str, settings: Any, device: Device) -> tuple[list[Phase], str]:

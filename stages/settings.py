@@ -119,6 +119,8 @@ class StageSettings(Settings):
     input_fields: ClassVar[tuple[str, ...]] = ("model",)
     """Fields that name a model: a folder or a hub id; the pipeline fills in what the recipe leaves empty."""
     data_fields: ClassVar[tuple[str, ...]] = ("data", "eval_data")
+    length_fields: ClassVar[tuple[str, ...]] = ("max_length",)
+    """Fields that together say how many tokens the longest sequence has."""
     code_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that name a `module:function`; the module's source takes part in the key."""
     not_in_key: ClassVar[frozenset[str]] = frozenset(
@@ -192,6 +194,11 @@ class StageSettings(Settings):
     def code(self) -> dict[str, str]:
         """Each `module:function` that the stage calls, by name."""
         return {name: value for name in self.code_fields if (value := getattr(self, name)) is not None}
+
+    def longest(self) -> tuple[str, int] | None:
+        """The settings that say how long a sequence may be, and its tokens; None where they say nothing."""
+        lengths = [getattr(self, name) for name in self.length_fields]
+        return None if None in lengths else (" + ".join(f"{self.stage}.{x}" for x in self.length_fields), sum(lengths))
 
     def why_alone(self, num_processes: int) -> str | None:
         """Why the stage cannot have so many processes; None where no setting keeps it from that."""

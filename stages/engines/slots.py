@@ -134,7 +134,7 @@ def slots_attention(
     return _attention(query, keys, values, slots.seen(num_rows, window, query.dtype), scaling, softcap).contiguous()
 
 
-# As an operator that compiled code calls as it is. `custom_op` would put 20 us of Python around it, in every layer.
+# As an operator that compiled code calls as it is. `custom_op` would put Python of its own around it, in every layer.
 torch.library.define("rlhf::slots_attention", torch.library.infer_schema(slots_attention, mutates_args=()))
 torch.library.impl("rlhf::slots_attention", "cuda", slots_attention)
 _operator = torch.ops.rlhf.slots_attention.default

@@ -75,6 +75,7 @@ class PPOSettings(StageSettings):
     """PPO from the SFT model against the reward model; the reference is the SFT model itself."""
 
     stage: ClassVar[str] = "ppo"
+    length_fields: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_new_tokens")
     input_fields: ClassVar[tuple[str, ...]] = ("model", "reward_model")
     data_fields: ClassVar[tuple[str, ...]] = ("data", "eval_data", "ptx_data")
     code_fields: ClassVar[tuple[str, ...]] = ("judge",)

@@ -24,6 +24,7 @@ class PretrainSettings(StageSettings):
     """A tokenizer and a decoder from scratch, or a decoder trained further, on raw text."""
 
     stage: ClassVar[str] = "pretrain"
+    length_fields: ClassVar[tuple[str, ...]] = ("block_size",)
     input_fields: ClassVar[tuple[str, ...]] = ("model",)
     not_in_key: ClassVar[frozenset[str]] = (StageSettings.not_in_key - {"max_skipped"}) | {
         "preset", "sample_prompts", "sample_length",
