@@ -64,7 +64,7 @@ def refuse_too_long(request: Request) -> None:
         if (longest := settings.longest()) is None:
             continue
         try:
-            check_positions(*longest, config)
+            check_positions(longest[0], longest[1], config)
         except SettingsError as error:
             problems.append(str(error))
     if problems:
