@@ -224,7 +224,7 @@ class Trace:
         elif step >= self._first and not self._written:
             self._phases.end()  # a phase that began before would not be in the trace
             on_device = [ProfilerActivity.CUDA] if self._phases.device.type == "cuda" else []
-            self._profiler = profile(activities=[ProfilerActivity.CPU, *on_device])
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)
             self._profiler.start()
 
     def write(self) -> None:

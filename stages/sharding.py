@@ -129,7 +129,13 @@ def settle() -> None:
     """Before gradients are made: drop what sharded models noted for backward passes that never came, of evaluations,
     of rollouts, of a reference. Processes that have read unequally often would gather unlike layers ahead of time."""
     for model in _skeletons:
-        model.reset_iter_state()
+        if hasattr(model, "reset_iter_state"):
+            model.reset_iter_state()
+            continue
+        for state in model._get_fsdp_state()._state_ctx.all_states:  # torch 2.11 has no word for it
+            state._comm_ctx.post_forward_order.clear()
+            if state._fsdp_param_group is not None:
+                state._fsdp_param_group._post_forward_indices.clear()
 
 
 class Divisible(Protocol):

@@ -247,7 +247,8 @@ def test_a_compiled_layer_keeps_what_the_trace_says(
 
 def allocated(step: Callable[[], Any]) -> int:
     """Most bytes that a step had from the CPU's allocator at one time, as torch's profiler saw it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as found:
         step()
     now = peak = 0
     for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]

@@ -10,8 +10,10 @@ import torch
 from processes_world import in_two_processes
 from resume_world import make_world, rows
 from safetensors.torch import load_file
-from stages_world import run_stage
+from stages_world import run_stage, tiny_policy
+from torch.distributed.fsdp import FSDPModule
 
+from rlhf.stages import sharding
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.ppo.evaluate import Answer, Evaluator
 
@@ -67,3 +69,30 @@ def test_a_process_without_a_held_out_row_trains_with_one_that_has_it(tmp_path: 
     assert len(rows(both / "ppo")) == 3  # its samples come from a stream of each process
     assert Artifact(both / "ppo").sealed
     assert counts == [[1] * 4] * 2  # of SFT, then after each iteration
+
+
+def noted(rank: int) -> list[tuple[int, int]]:
+    """What a model has noted of a pass that no backward pass follows, before and after it settles: as torch has a word
+    for that, and as torch 2.11 does, which has none."""
+    torch.distributed.init_process_group("gloo")
+    found = []
+    for _ in range(2):
+        model = tiny_policy().model
+        sharding.spread(model, sharding.Sharding(True), torch.device("cpu"), None)
+        state = model._get_fsdp_state()
+        model(torch.arange(4)[None])
+        groups = [one._fsdp_param_group for one in state._state_ctx.all_states if one._fsdp_param_group]
+        lists = [state._comm_ctx.post_forward_order, *(group._post_forward_indices for group in groups)]
+        before = sum(map(len, lists))
+        sharding.settle()
+        found.append((before, sum(map(len, lists))))
+        if hasattr(FSDPModule, "reset_iter_state"):
+            del FSDPModule.reset_iter_state
+    return found
+
+
+def test_what_was_noted_of_a_pass_is_dropped_with_any_torch(tmp_path: Path) -> None:
+    for found in in_two_processes(tmp_path, noted):
+        for before, after in found:
+            assert before > 4  # the root, two layers, each also in the order of all
+            assert after == 0

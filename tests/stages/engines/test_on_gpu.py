@@ -55,9 +55,10 @@ def mean_gap(model: Any, responses: Responses, prompts: list[list[int]] = PROMPT
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_family_is_read_as_it_reads_itself(family: str) -> None:
     model = new_model(family).to(DEVICE)
+    prompts = PROMPTS * 6  # so that some responses are long, whatever a device draws
     for num_slots in (None, 3):  # all at once; and with prompts that wait for a slot
-        responses = drawn(StaticEngine(model, batch_size=num_slots))
-        assert_sampled(model, PROMPTS, responses, 0.7, STOPS, 20, gap=GAP)
+        responses = drawn(StaticEngine(model, batch_size=num_slots), prompts)
+        assert_sampled(model, prompts, responses, 0.7, STOPS, 20, gap=GAP)
         assert responses.mask.sum(-1).max() > 7  # as long as a window
 
 
