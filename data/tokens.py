@@ -8,13 +8,12 @@ chat template, and this file where an answer or document ends, write special tok
 """
 
 import re
-from array import array
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import chain, pairwise, takewhile
-from typing import Any
+from itertools import chain, takewhile
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
@@ -22,6 +21,7 @@ from rlhf.data.errors import DataError
 from rlhf.data.messages import Messages, prompt_text
 
 Tokenizer = Any  # a Hugging Face tokenizer; importing transformers for the type's sake would take seconds
+Row = TypeVar("Row")
 
 _LONG = 1_000_000  # characters
 _CUTS = ("\n", ""), ("\n\n", ""), ("\n", "\n")
@@ -36,29 +36,6 @@ class Encoded:
 
     input_ids: list[int]
     prompt_length: int
-
-
-class EncodedRows:
-    """Many of them, in four bytes a token: as lists of Python's numbers they would take many times that."""
-
-    def __init__(self, rows: Iterable[Encoded]) -> None:
-        self._ids, self._ends, self._prompt_lengths = array("i"), array("q", [0]), array("q")
-        for row in rows:
-            self._ids.extend(row.input_ids)
-            self._ends.append(len(self._ids))
-            self._prompt_lengths.append(row.prompt_length)
-
-    def __len__(self) -> int:
-        return len(self._prompt_lengths)
-
-    def __getitem__(self, place: int) -> Encoded:
-        """That row, from 0."""
-        return Encoded(self._ids[self._ends[place] : self._ends[place + 1]].tolist(), self._prompt_lengths[place])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max((end - start for start, end in pairwise(self._ends)), default=0)
 
 
 def ensure_chat_template(tokenizer: Tokenizer) -> str | None:
@@ -88,13 +65,22 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Messages, max_length: int | None
     Longer than `max_length`, it loses tokens on the left, since the question is usually at the end.
     Raises DataError with the text of the row where the chat template refuses it.
     """
-    ids = list(_asked(tokenizer, prompt).ids)
-    return ids if max_length is None else _cut_left(tokenizer, ids, max_length)
+    return next(encode_prompts(tokenizer, [prompt], max_length))
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Iterable[Messages], max_length: int | None = None
+) -> Iterator[list[int]]:
+    """The ids of each, as `encode_prompt` has them; many at once, for which a fast tokenizer takes all cores."""
+    for some in _batches(prompts, _size):
+        for ids in _prompt_ids(tokenizer, _written(tokenizer, some)):
+            yield ids if max_length is None else _cut_left(tokenizer, ids, max_length)
 
 
 def encode_response(tokenizer: Tokenizer, prompt: Messages, response: str) -> list[int]:
     """Response ids as the chat template begins an answer (a space, say), then the text as it is, then eos."""
-    return _response_ids(tokenizer, _asked(tokenizer, prompt), response)
+    [ids] = _response_ids(tokenizer, _written(tokenizer, [prompt]), [response])
+    return ids
 
 
 def answer_texts(tokenizer: Tokenizer, answers: Iterable[list[int]], stops: Container[int]) -> list[str]:
@@ -108,13 +94,23 @@ def encode_example(tokenizer: Tokenizer, prompt: Messages, response: str, max_le
 
     None where the response, its eos and one prompt token do not fit: the caller counts and names such rows.
     """
-    asked = _asked(tokenizer, prompt)
-    response_ids, prompt_ids = _response_ids(tokenizer, asked, response), asked.ids
-    room = max_length - len(response_ids)
-    if room < 1 + (prompt_ids[:1] == [tokenizer.bos_token_id]):
-        return None
-    prompt_ids = _cut_left(tokenizer, prompt_ids, room)
-    return Encoded(prompt_ids + response_ids, len(prompt_ids))
+    return next(encode_examples(tokenizer, [(prompt, response)], max_length))
+
+
+def encode_examples(
+    tokenizer: Tokenizer, pairs: Iterable[tuple[Messages, str]], max_length: int
+) -> Iterator[Encoded | None]:
+    """Each prompt with its response, as `encode_example` has them; many at once, as in `encode_prompts`."""
+    for some in _batches(pairs, lambda pair: _size(pair[0]) + len(pair[1])):
+        written = _written(tokenizer, [prompt for prompt, _ in some])
+        responses = _response_ids(tokenizer, written, [response for _, response in some])
+        for prompt_ids, response_ids in zip(_prompt_ids(tokenizer, written), responses, strict=True):
+            room = max_length - len(response_ids)
+            if room < 1 + (prompt_ids[:1] == [tokenizer.bos_token_id]):
+                yield None
+            else:
+                prompt_ids = _cut_left(tokenizer, prompt_ids, room)
+                yield Encoded(prompt_ids + response_ids, len(prompt_ids))
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
@@ -125,7 +121,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[lis
     """
     cuts = [cut for cut in _CUTS if _falls_apart(tokenizer, *cut)]
     end_of_line = re.compile("|".join(rf"(?<=\S){before}(?={behind}\w)" for before, behind in cuts))
-    for some in _batches(texts):
+    for some in _batches(texts, len):
         long = some.pop() if cuts and len(some[-1]) > _LONG else ""
         for ids in _text_ids(tokenizer, some) if some else ():
             yield [*ids, tokenizer.eos_token_id]
@@ -154,18 +150,23 @@ def _lines(text: str, end_of_line: re.Pattern[str]) -> Iterator[str]:
         start = end
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts to be encoded at once: few where they are long, since their ids take more memory than they do."""
-    batch: list[str] = []
+def _batches(rows: Iterable[Row], size: Callable[[Row], int]) -> Iterator[list[Row]]:
+    """Rows to be encoded at once: few where their texts are long, since ids take more memory than they do."""
+    batch: list[Row] = []
     length = 0
-    for text in texts:
-        batch.append(text)
-        length += len(text)
+    for row in rows:
+        batch.append(row)
+        length += size(row)
         if len(batch) == 1000 or length > _LONG:
             yield batch
             batch, length = [], 0
     if batch:
         yield batch
+
+
+def _size(prompt: Messages) -> int:
+    """Characters of its messages."""
+    return sum(len(message["content"]) for message in prompt)
 
 
 def _apply(tokenizer: Tokenizer, messages: Messages, **how: Any) -> Any:
@@ -187,54 +188,84 @@ def _render(tokenizer: Tokenizer, prompt: Messages) -> str:
     return text
 
 
-def _prompt_ids(tokenizer: Tokenizer, prompt: Messages) -> list[int]:
-    ids: list[int] = _apply(
-        tokenizer, prompt, add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True
-    )
-    bos = tokenizer.bos_token_id
-    if bos is None:
-        return ids
-    # The template may write bos, the tokenizer may add it, some do both: count it once.
-    start = next((place for place, token in enumerate(ids) if token != bos), len(ids))
-    once = start > 0 or tokenizer("", verbose=False)["input_ids"][:1] == [bos]
-    return [bos] * once + ids[start:]
-
-
 @dataclass(frozen=True)
-class _Asked:
-    """What an answer follows."""
+class _Written:
+    """A prompt as the chat template writes it."""
 
-    ids: list[int]
-    """Of the prompt, up to where the answer begins."""
+    text: str
+    """Up to where the answer begins."""
     lead: str
     """What the template writes between prompt and answer."""
-    lead_ids: list[int] | None
-    """Its ids, where it has a role token in it; other text, a space say, belongs to the first word."""
+    ids: list[int] | None
+    """Its ids, where a message spells a special token, which stays text there; else it has those of its text."""
 
 
-def _asked(tokenizer: Tokenizer, prompt: Messages) -> _Asked:
-    messages = tuple(tuple(message.items()) for message in prompt)
-    return _asked_before(tokenizer, str(tokenizer.chat_template), messages)
+def _written(tokenizer: Tokenizer, prompts: list[Messages]) -> list[_Written]:
+    as_it_is = str(tokenizer.chat_template), len(tokenizer)
+    frozen = (tuple(tuple(message.items()) for message in prompt) for prompt in prompts)
+    return [_written_before(tokenizer, *as_it_is, messages) for messages in frozen]
 
 
 @lru_cache(maxsize=1000)  # a prompt comes again with each of its answers, and templates take long
-def _asked_before(tokenizer: Tokenizer, _: str, messages: tuple[tuple[tuple[str, str], ...], ...]) -> _Asked:
+def _written_before(
+    tokenizer: Tokenizer, _: str, num_tokens: int, messages: tuple[tuple[tuple[str, str], ...], ...]
+) -> _Written:
     prompt = [dict(message) for message in messages]
-    lead = _lead(tokenizer, prompt, _render(tokenizer, prompt))
-    lead_ids: list[int] = tokenizer(lead, add_special_tokens=False)["input_ids"] if lead else []
-    with_role = bool(lead) and lead_ids != _text_ids(tokenizer, lead)  # a token that the generation prompt lacks
-    return _Asked(_prompt_ids(tokenizer, prompt), lead, lead_ids if with_role else None)
+    text = _render(tokenizer, prompt)
+    lead = _lead(tokenizer, prompt, text)
+    special = _special(tokenizer, num_tokens)
+    if not any(special.search(value) for message in prompt for value in message.values()):
+        return _Written(text, lead, None)  # to be encoded with others; below one is encoded by itself
+    how = {"add_generation_prompt": True, "return_dict": False, "sanitize_control_tokens": True}
+    return _Written(text, lead, _apply(tokenizer, prompt, **how))
 
 
-def _response_ids(tokenizer: Tokenizer, asked: _Asked, response: str) -> list[int]:
-    if asked.lead_ids is not None:
-        return [*asked.lead_ids, *_text_ids(tokenizer, response), tokenizer.eos_token_id]
-    return [*_text_ids(tokenizer, asked.lead + response), tokenizer.eos_token_id]
+@lru_cache(maxsize=16)  # some tokenizers have thousands
+def _special(tokenizer: Tokenizer, _: int) -> re.Pattern[str]:
+    """Finds what `apply_chat_template` has to keep as text: added tokens, but not those that are mere whitespace.
+
+    Also the two private characters that it marks them with, since it leaves them out of what it is given.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    texts = [re.escape(token.content) for token in added if token.special or not token.content.isspace()]
+    return re.compile("|".join([*texts, "\U000f0000", "\U000f0001"]))  # a class of them would slow the search down
+
+
+def _prompt_ids(tokenizer: Tokenizer, written: list[_Written]) -> Iterator[list[int]]:
+    texts = list(dict.fromkeys(prompt.text for prompt in written if prompt.ids is None))
+    ids_of = dict(zip(texts, _ids(tokenizer, texts), strict=True)) if texts else {}
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer("", verbose=False)["input_ids"][:1] == [bos]
+    for prompt in written:
+        ids = ids_of[prompt.text] if prompt.ids is None else prompt.ids
+        # The template may write bos, the tokenizer may add it, some do both: count it once.
+        start = next((place for place, token in enumerate(ids) if token != bos), len(ids))
+        yield [bos] * (start > 0 or adds_bos) + ids[start:]
+
+
+def _response_ids(tokenizer: Tokenizer, written: list[_Written], responses: list[str]) -> list[list[int]]:
+    roles = [_role_ids(tokenizer, prompt.lead) for prompt in written]
+    rows = zip(written, roles, responses, strict=True)
+    texts = [response if role else prompt.lead + response for prompt, role, response in rows]
+    found = zip(roles, _text_ids(tokenizer, texts), strict=True)
+    return [[*role, *ids, tokenizer.eos_token_id] for role, ids in found]
+
+
+@lru_cache(maxsize=16)  # most prompts have the same
+def _role_ids(tokenizer: Tokenizer, lead: str) -> tuple[int, ...]:
+    """The ids of a lead that has a role token in it; none of other text, a space say, which is of the first word."""
+    ids = _ids(tokenizer, lead)
+    return () if ids == _text_ids(tokenizer, lead) else tuple(ids)
 
 
 def _text_ids(tokenizer: Tokenizer, text: str | list[str]) -> Any:
     """Ids of plain text, or of each of several."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    return _ids(tokenizer, text, split_special_tokens=True)
+
+
+def _ids(tokenizer: Tokenizer, text: str | list[str], **how: Any) -> Any:
+    how |= {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    return tokenizer(text, **how)["input_ids"]
 
 
 def _lead(tokenizer: Tokenizer, prompt: Messages, rendered: str) -> str:

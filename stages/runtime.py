@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
-from rlhf.data.errors import DataError, RefusedError, Stopped
-from rlhf.data.report import Report
-from rlhf.data.split import train_and_eval
+from rlhf.data.errors import RefusedError, Stopped
 from rlhf.stages import logs, out_of_memory, profile, random_states, sharding, stopping, training_state, watchdog
 from rlhf.stages.artifact import identify, refuse_damaged_model, refuse_finished, remove_temporaries, seal
 from rlhf.stages.checkpoints import (
@@ -35,7 +33,6 @@ from rlhf.stages.precision import choose_precision, use_precision
 from rlhf.stages.processes import DDP, Processes
 from rlhf.stages.settings import AnyStage, why_uneven
 
-T = TypeVar("T")
 PATIENCE = timedelta(hours=6)
 """How long processes wait for one that is at work: it may be making tokens of a large text, or judging answers."""
 
@@ -72,7 +69,8 @@ class Runtime(Processes, Generic[AnyStage]):
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
         """Tensors that belong to it beside models and optimizers, in groups."""
         self.rows: dict[str, dict[str, Any]] = {}
-        """Of each source what was kept of its rows, and what left out and why; the manifest has it."""
+        """Of each source what was kept of its rows, and what left out and why; the manifest has it. Set by a stage that
+        has read them."""
         self.in_memory = ""
         """What models need all the time, in words; set by a stage that has loaded them."""
         self.phases = profile.Phases(self.device, profile.limits(self.device_name, self.precision))
@@ -162,33 +160,6 @@ class Runtime(Processes, Generic[AnyStage]):
         logs.write_status(self.folder, state, step, self.num_steps, message, code)
 
     # -- rows -----------------------------------------------------------------------------------------------
-
-    def count_report(self, source: str, report: Report) -> None:
-        """What reading a source brought, for the manifest."""
-        left_out = {reason: drop.count for reason, drop in report.dropped.items()}
-        self.count_rows(source, report.kept, report.rows, left_out)
-
-    def count_rows(self, source: str, kept: int, of: int, left_out: dict[str, int]) -> None:
-        """Rows that were kept and left out, by reason, added to those of the source so far; for the manifest."""
-        found = self.rows.setdefault(source, {"kept": 0, "of": 0, "left_out": {}})
-        found["kept"] += kept
-        found["of"] += of
-        for reason, count in left_out.items():
-            if count:
-                found["left_out"][reason] = found["left_out"].get(reason, 0) + count
-
-    def split(self, rows: list[T], eval_rows: list[T] | None, key: Callable[[T], str]) -> tuple[list[T], list[T]]:
-        """Training and held-out rows, no prompt in both; `eval_rows` are those that the recipe names, if it does."""
-        train, held_out, num_removed = train_and_eval(rows, eval_rows, key, self.settings.eval_share)
-        if num_removed:
-            self.count_rows("data", -num_removed, 0, {"prompt is in eval_data": num_removed})
-            self.say(f"left out {num_removed} of {len(rows)} rows of data whose prompts are in eval_data")
-        if not train or not held_out:
-            raise DataError(
-                f"{self.settings.stage}.data: {len(train)} rows to train on and {len(held_out)} to evaluate on; "
-                "at least one of each is needed, with different prompts"
-            )
-        return train, held_out
 
     def batch_size(self, name: str, size: int, num_rows: int, each: int = 1, also: int = 1) -> int:
         """The global batch `size`, or `num_rows` where there are fewer; refuses what processes cannot share evenly.

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.rows import Prompt, prompt_text
+from rlhf.data.rows import prompt_text
 from rlhf.stages.disk import replace_text
 from rlhf.stages.engines import Engine
 from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import PolicyModel
 from rlhf.stages.out_of_memory import within_memory
 from rlhf.stages.ppo.config import PPOSettings
+from rlhf.stages.ppo.prompts import Asked
 from rlhf.stages.ppo.rewards import Rewards, response_texts
 from rlhf.stages.ppo.rollout import Rollout, collect, give_room
 from rlhf.stages.runtime import Runtime
@@ -43,17 +44,15 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         reference: PolicyModel,
         rewards: Rewards,
-        prompts: list[Prompt],
-        encoded: list[list[int]],
+        prompts: list[Asked],
         engines: dict[PolicyModel, Engine],
     ) -> None:
         self.engines = engines
         """What samples from each policy that is to be evaluated."""
         self.run, self.tokenizer, self.reference, self.rewards = run, tokenizer, reference, rewards
         repeats = run.settings.num_eval_samples
-        self.asked = [prompt for prompt in prompts for _ in range(repeats)]
-        self.prompts = [prompt_text(prompt.messages) for prompt in self.asked]
-        self.encoded = [ids for ids in encoded for _ in range(repeats)]
+        self.asked = [asked for asked in prompts for _ in range(repeats)]
+        self.prompts = [prompt_text(asked.prompt.messages) for asked in self.asked]
 
     def __call__(self, policy: PolicyModel) -> list[Answer]:
         """Answers in the order of the prompts, `num_eval_samples` each; all processes get all of them."""
@@ -89,8 +88,8 @@ class Evaluator:
         def answer() -> Rollout:
             give_room(run, engine)
             return collect(
-                engine, policy, self.reference, self.rewards, None, [self.encoded[i] for i in rows],
-                [self.asked[i] for i in rows], settings, stops, self.tokenizer, run.microbatch_size,
+                engine, policy, self.reference, self.rewards, None, [self.asked[i].ids for i in rows],
+                [self.asked[i].prompt for i in rows], settings, stops, self.tokenizer, run.microbatch_size,
             )  # fmt: skip
 
         with run.accelerator.autocast():

@@ -1,39 +1,51 @@
 """The prompts of PPO: read, split by prompt, tokenised."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.data import tokens
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Prompt, prompt_key, read_prompts
-from rlhf.data.tokens import encode_prompt
 from rlhf.stages.ppo.config import PPOSettings
-from rlhf.stages.runtime import Runtime
+from rlhf.stages.row_files import RowReader
 
 
-def read_rows(run: Runtime[PPOSettings]) -> tuple[list[Prompt], list[Prompt]]:
+@dataclass(frozen=True)
+class Asked:
+    """A prompt as the policy reads it, and as it stands in its row."""
+
+    ids: list[int]
+    prompt: Prompt
+
+
+def read_rows(reader: RowReader[PPOSettings]) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out prompts, each once."""
-    settings = run.settings
+    settings = reader.settings
     loaded = read_prompts(settings.data, settings.max_dropped)
-    run.count_report("data", loaded.report)
+    reader.count_report("data", loaded.report)
     given = None
     if settings.eval_data:
         held_out = read_prompts(settings.eval_data, settings.max_dropped)
-        run.count_report("eval_data", held_out.report)
+        reader.count_report("eval_data", held_out.report)
         given = held_out.rows
-    return run.split(loaded.rows, given, lambda prompt: prompt_key(prompt.messages))
+    return reader.split(loaded.rows, given, lambda prompt: prompt_key(prompt.messages))
 
 
 def encode_prompts(
-    run: Runtime[PPOSettings], tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
-) -> tuple[list[list[int]], list[Prompt]]:
-    """Token ids of the prompts that fit, and those prompts; the others are counted aloud."""
-    longest = run.settings.max_prompt_length
-    pairs = [(encode_prompt(tokenizer, prompt.messages), prompt) for prompt in prompts]
-    kept = [(ids, prompt) for ids, prompt in pairs if len(ids) <= longest]
-    run.count_rows("tokenised", len(kept), len(pairs), {"longer than max_prompt_length": len(pairs) - len(kept)})
-    if len(kept) < len(pairs):
-        run.say(
-            f"{len(pairs) - len(kept)} of {len(pairs)} prompts are longer than max_prompt_length {longest}; left out"
-        )
-    if not kept:
-        raise DataError(f"ppo.max_prompt_length: none of {len(pairs)} prompts fits in {longest} tokens; raise it")
-    return [ids for ids, _ in kept], [prompt for _, prompt in kept]
+    reader: RowReader[PPOSettings], tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt]
+) -> Iterator[Asked]:
+    """The prompts that fit; the others are counted aloud."""
+    longest, num_kept = reader.settings.max_prompt_length, 0
+    encoded = tokens.encode_prompts(tokenizer, (prompt.messages for prompt in prompts))
+    for ids, prompt in zip(encoded, prompts, strict=True):
+        if len(ids) <= longest:
+            num_kept += 1
+            yield Asked(ids, prompt)
+    too_long = len(prompts) - num_kept
+    reader.count("tokenised", num_kept, len(prompts), {"longer than max_prompt_length": too_long})
+    if too_long:
+        reader.say(f"{too_long} of {len(prompts)} prompts are longer than max_prompt_length {longest}; left out")
+    if not num_kept:
+        raise DataError(f"ppo.max_prompt_length: none of {len(prompts)} prompts fits in {longest} tokens; raise it")

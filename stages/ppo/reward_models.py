@@ -5,7 +5,7 @@ text, which its own tokenizer encodes anew: ids never cross from one vocabulary 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from rlhf.data.collate import pad_examples
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.data.hub import refuse_unknown
 from rlhf.data.rows import Prompt, prompt_text
-from rlhf.data.tokens import Encoded, encode_example
+from rlhf.data.tokens import Encoded, encode_examples
 from rlhf.stages.microbatches import Piece, pieces
 from rlhf.stages.models import (
     SAFELY,
@@ -110,7 +110,7 @@ class ModelReward(nn.Module):
 
     def _from_text(self, episodes: Episodes, microbatch_size: int | None) -> Tensor:
         assert self.tokenizer is not None
-        encoded = [self._encode(episodes, row) for row in range(len(episodes.responses))]
+        encoded = list(self._encoded(episodes))
         lengths = [len(text.input_ids) for text in encoded]
         scores = torch.zeros(len(encoded), device=episodes.mask.device)
         cut = episodes.cut([0] * len(encoded), lengths, microbatch_size, self.scalar.packed)
@@ -120,15 +120,16 @@ class ModelReward(nn.Module):
             scores[piece.on(scores.device)] = self.scalar.pool(self.scalar(ids, attention_mask), in_response).to(scores)
         return scores
 
-    def _encode(self, episodes: Episodes, row: int) -> Encoded:
-        """Prompt and response. A response that was cut off gets no eos: its ids have none either."""
-        prompt = episodes.prompts[row].messages
-        example = encode_example(self.tokenizer, prompt, episodes.responses[row], self.max_length)
-        if example is None:
-            raise _too_long(self, episodes, row)
-        if not episodes.ended[row] and len(example.input_ids) - example.prompt_length > 1:
-            return Encoded(example.input_ids[:-1], example.prompt_length)
-        return example
+    def _encoded(self, episodes: Episodes) -> Iterator[Encoded]:
+        """Prompts and responses. A response that was cut off gets no eos: its ids have none either."""
+        prompts = (prompt.messages for prompt in episodes.prompts)
+        pairs = zip(prompts, episodes.responses, strict=True)
+        for row, example in enumerate(encode_examples(self.tokenizer, pairs, self.max_length)):
+            if example is None:
+                raise _too_long(self, episodes, row)
+            if not episodes.ended[row] and len(example.input_ids) - example.prompt_length > 1:
+                example = Encoded(example.input_ids[:-1], example.prompt_length)
+            yield example
 
 
 class PairReward(nn.Module):

@@ -1,7 +1,7 @@
 """What PPO maximises: one score per response from reward models and Python functions, mixed by weight."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -136,13 +136,13 @@ class Rewards(nn.Module):
             columns.append(scores)
         return columns
 
-    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+    def check_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Refuse, before training, prompts that the chat template of a reward model cannot write."""
-        for model in self._members():
-            if isinstance(model, ModelReward) and model.tokenizer is not None:
+        writers = [model for model in self._members() if isinstance(model, ModelReward) and model.tokenizer is not None]
+        for prompt in prompts if writers else ():
+            for model in writers:
                 try:
-                    for prompt in prompts:
-                        encode_prompt(model.tokenizer, prompt.messages)
+                    encode_prompt(model.tokenizer, prompt.messages)
                 except DataError as error:
                     raise DataError(f"reward {model.name} ({model.reference}): {error}") from error
 

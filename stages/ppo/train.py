@@ -6,6 +6,7 @@ Run by hand: `accelerate launch -m rlhf.stages.ppo FOLDER`, where FOLDER holds a
 import math
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import importance_weights, shaped_scores, targets
 from rlhf.stages.ppo.update import Updater
 from rlhf.stages.ppo.work import Work
+from rlhf.stages.row_files import rows_of
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
@@ -50,12 +52,12 @@ def train(folder: str | Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(settings.model)
     run = Runtime(settings, folder)
     run.num_steps = settings.num_iterations
-    prompts, eval_prompts = read_rows(run)
-    encoded, prompts = encode_prompts(run, tokenizer, prompts)
-    eval_encoded, eval_prompts = encode_prompts(run, tokenizer, eval_prompts)
+    prompts, eval_prompts = rows_of(
+        run, lambda reader: (encode_prompts(reader, tokenizer, rows) for rows in read_rows(reader))
+    )
     roles = load_roles(run, tokenizer)
     rewards, reference = roles.rewards, roles.reference
-    rewards.check_prompts([*prompts, *eval_prompts])
+    rewards.check_prompts(asked.prompt for asked in chain(prompts, eval_prompts))
     longest = settings.max_prompt_length + settings.max_new_tokens
     check_sampled("ppo.max_prompt_length + ppo.max_new_tokens", longest, roles.policy.model)
     policy, critic, *optimizers = prepare(run, roles)
@@ -75,14 +77,14 @@ def train(folder: str | Path) -> dict[str, Any]:
         """Prompts of this process, by number; none after the last iteration."""
         if iteration >= settings.num_iterations:
             return []
-        rows = batch_indices(len(encoded), batch_size // per_prompt, iteration, settings.seed)
+        rows = batch_indices(len(prompts), batch_size // per_prompt, iteration, settings.seed)
         return run.shard([i for i in rows for _ in range(per_prompt)])
 
     ahead = None
     if settings.rollout.one_step_off:
-        ahead = Ahead(run, roles.policy, engine, lambda iteration: [encoded[i] for i in batch_of(iteration)])
-    evaluator = Evaluator(run, tokenizer, reference, rewards, eval_prompts, eval_encoded, engines)
-    run.say(f"{len(encoded)} prompts, {len(eval_encoded)} held out, {batch_size} episodes an iteration")
+        ahead = Ahead(run, roles.policy, engine, lambda iteration: [prompts[i].ids for i in batch_of(iteration)])
+    evaluator = Evaluator(run, tokenizer, reference, rewards, list(eval_prompts), engines)
+    run.say(f"{len(prompts)} prompts, {len(eval_prompts)} held out, {batch_size} episodes an iteration")
     run.in_memory = described(memory(roles, settings, batch_size // run.num_processes))
     run.say(f"layout {settings.layout}; {run.in_memory}")
     run.seed(per_process=True)
@@ -95,9 +97,10 @@ def train(folder: str | Path) -> dict[str, Any]:
 
     def answer(batch: list[int]) -> Rollout:
         give_room(run, engine)
+        asked = [prompts[i] for i in batch]
         return collect(
-            ahead or engine, roles.policy, reference, rewards, roles.critic, [encoded[i] for i in batch],
-            [prompts[i] for i in batch], settings, stops, tokenizer, run.microbatch_size,
+            ahead or engine, roles.policy, reference, rewards, roles.critic, [one.ids for one in asked],
+            [one.prompt for one in asked], settings, stops, tokenizer, run.microbatch_size,
         )  # fmt: skip
 
     start = run.resume()

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.rows import Messages, Ranking, prompt_key, prompt_text
-from rlhf.data.tokens import answer_texts, encode_prompt
+from rlhf.data.tokens import answer_texts, encode_prompts
 from rlhf.stages.disk import replace_text, sync
 from rlhf.stages.endpoint import ChatModel
 from rlhf.stages.engines.choice import make_engine
@@ -23,13 +23,14 @@ from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.text_limits import stops_of
 
+ANSWERS = "answers.jsonl"
 SAMPLED = "sampled.jsonl"
 AT_ONCE = 128  # answers sampled together by each process
 
 
-def with_sampled_answers(
+def add_sampled_answers(
     run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], eval_rows: list[Ranking]
-) -> tuple[list[Ranking], list[Ranking]]:
+) -> None:
     """Add `num_sampled_answers` per prompt and let the judge rank all; noise goes into training ranks only.
 
     The result lies in answers.jsonl of the stage's folder, so that a resumed run trains on the same answers.
@@ -37,24 +38,25 @@ def with_sampled_answers(
     settings = run.settings
     assert settings.judge is not None
     judge = settings.judge
-    path = run.folder / "answers.jsonl"
-    if not path.exists():
-        sampled = sample_answers(run, tokenizer, [row.prompt for row in [*rows, *eval_rows]])
-        grown = [
-            replace(row, responses=_distinct([*row.responses, *more]), ranks=[], strengths=None)
-            for row, more in zip([*rows, *eval_rows], sampled, strict=True)
-        ]
-        run.on_main(
-            lambda: _write(
-                path,
-                judged(judge, grown[: len(rows)], settings.judge_noise, settings.seed),
-                judged(judge, grown[len(rows) :], 0.0, settings.seed),
-            )
+    sampled = sample_answers(run, tokenizer, [row.prompt for row in [*rows, *eval_rows]])
+    grown = [
+        replace(row, responses=_distinct([*row.responses, *more]), ranks=[], strengths=None)
+        for row, more in zip([*rows, *eval_rows], sampled, strict=True)
+    ]
+    run.on_main(
+        lambda: _write(
+            run.folder / ANSWERS,
+            judged(judge, grown[: len(rows)], settings.judge_noise, settings.seed),
+            judged(judge, grown[len(rows) :], 0.0, settings.seed),
         )
-    run.on_main(lambda: (run.folder / SAMPLED).unlink(missing_ok=True))  # a kill may have left it beside the answers
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    split = {side: [Ranking(**line[side]) for line in lines if side in line] for side in ("train", "eval")}
-    return split["train"], split["eval"]
+    )
+
+
+def with_sampled_answers(folder: Path) -> tuple[list[Ranking], list[Ranking]]:
+    """Training and held-out rankings as `add_sampled_answers` left them."""
+    lines = [json.loads(line) for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines()]
+    train, held_out = ([Ranking(**line[side]) for line in lines if side in line] for side in ("train", "eval"))
+    return train, held_out
 
 
 def sample_answers(
@@ -116,7 +118,7 @@ def _from_backbone(
     assert settings.model is not None
     policy = load_policy(settings.model, tokenizer).to(run.device).eval()
     room = settings.max_length - settings.max_new_tokens
-    encoded = [encode_prompt(tokenizer, prompt, max_length=room) for prompt in prompts]
+    encoded = list(encode_prompts(tokenizer, prompts, max_length=room))
     engine = make_engine(policy, dtype=run.low_precision, compiled=True)
     stops = stops_of(policy, tokenizer)
     law = settings.max_new_tokens, settings.temperature, stops, tokenizer.pad_token_id

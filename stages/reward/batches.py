@@ -1,6 +1,6 @@
 """From rankings to what the reward model reads: answers as token ids, and prompts cut into forward passes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.collate import pad_examples
 from rlhf.data.errors import DataError
 from rlhf.data.rows import Messages, Ranking
-from rlhf.data.tokens import Encoded, encode_example
+from rlhf.data.tokens import Encoded, encode_examples
 from rlhf.stages.microbatches import packs, pieces
 from rlhf.stages.packing import TOKENS_AT_ONCE, sent
 from rlhf.stages.reward.config import RewardSettings
-from rlhf.stages.runtime import Runtime
+from rlhf.stages.row_files import RowReader
 
 
 @dataclass
@@ -90,14 +90,18 @@ def passes(
     return [piece.rows for piece in cut]
 
 
-def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking]) -> list[Ranked]:
+def encode_rows(
+    reader: RowReader[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking]
+) -> Iterator[Ranked]:
     """Token ids of the answers that fit; answers left out are counted aloud."""
-    settings = run.settings
-    kept, too_long, same = [], 0, 0
+    settings = reader.settings
+    num_kept, too_long, same = 0, 0, 0
+    pairs = ((row.prompt, response) for row in rows for response in row.responses)
+    examples = encode_examples(tokenizer, pairs, settings.max_length)
     for row in rows:
         ranked = Ranked([], [], None if row.strengths is None else [], row.source, row.prompt)
         for place, response in enumerate(row.responses):
-            encoded = encode_example(tokenizer, row.prompt, response, settings.max_length)
+            encoded = next(examples)
             if encoded is None:
                 too_long += 1
             elif encoded in ranked.answers:
@@ -109,16 +113,16 @@ def encode_rows(run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase
                 if ranked.strengths is not None and row.strengths is not None:
                     ranked.strengths.append(float(row.strengths[place]))
         if len(set(ranked.ranks)) > 1 or (settings.ties == "soft" and len(ranked.ranks) > 1):
-            kept.append(ranked)
+            num_kept += 1
+            yield ranked
     num_answers = sum(len(row.responses) for row in rows)
     left_out = {"longer than max_length": too_long, "the same as another answer": same}
-    run.count_rows("answers, tokenised", num_answers - too_long - same, num_answers, left_out)
-    run.count_rows("rankings, tokenised", len(kept), len(rows), {"nothing to compare": len(rows) - len(kept)})
+    reader.count("answers, tokenised", num_answers - too_long - same, num_answers, left_out)
+    reader.count("rankings, tokenised", num_kept, len(rows), {"nothing to compare": len(rows) - num_kept})
     if too_long or same:
-        run.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
-    if not kept:
+        reader.say(f"left out {too_long} answers longer than max_length {settings.max_length}, {same} repeated ones")
+    if not num_kept:
         reason = "raise reward.max_length" if too_long else "the judge or the ranks hold all answers to be equal"
         raise DataError(f"reward.data: no ranking keeps two answers of different rank; {reason}")
-    if len(kept) < len(rows):
-        run.say(f"left out {len(rows) - len(kept)} of {len(rows)} rankings with nothing to compare")
-    return kept
+    if num_kept < len(rows):
+        reader.say(f"left out {len(rows) - num_kept} of {len(rows)} rankings with nothing to compare")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf.data.errors import DataError, RefusedError, SettingsError
 from rlhf.data.rows import prompt_key, prompt_text
-from rlhf.data.tokens import encode_example
+from rlhf.data.tokens import encode_examples
 from rlhf.stages.disk import replace_text
 from rlhf.stages.models import ScalarModel, load_scalar, load_tokenizer
 from rlhf.stages.out_of_memory import doing
@@ -27,7 +27,7 @@ Others = dict[str, list[list[float] | None]]
 score that is not finite."""
 
 
-def refuse_nothing_to_measure(data: list[Ranked]) -> None:
+def refuse_nothing_to_measure(data: Sequence[Ranked]) -> None:
     """Held-out rankings are of use where two answers differ in rank; with `ties: soft` there may be no such one."""
     if all(len(set(row.ranks)) == 1 for row in data):
         raise DataError(
@@ -38,7 +38,7 @@ def refuse_nothing_to_measure(data: list[Ranked]) -> None:
 
 @torch.no_grad()
 def scored(
-    run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int
+    run: Runtime[RewardSettings], model: ScalarModel, data: Sequence[Ranked], pad: int
 ) -> Iterator[tuple[list[int], Tensor, Batch]]:
     """This process's share of the data in forward passes: (row numbers, scores [N,K], what was read)."""
     model.eval()
@@ -53,7 +53,7 @@ def scored(
         yield rows, part.by_prompt(model.pool(model(part.ids, part.attention), part.response)), part
 
 
-def accuracy(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int) -> float:
+def accuracy(run: Runtime[RewardSettings], model: ScalarModel, data: Sequence[Ranked], pad: int) -> float:
     """Share of held-out pairs in the right order, each counted once; equal scores count one half."""
     total = torch.zeros(2, dtype=torch.float64)
     for _, scores, part in scored(run, model, data, pad):
@@ -71,7 +71,7 @@ def refuse_no_numbers(scores: Tensor) -> None:
         )
 
 
-def longer_wins_accuracy(data: list[Ranked]) -> float:
+def longer_wins_accuracy(data: Sequence[Ranked]) -> float:
     """What always preferring the longer answer would reach on the same pairs: the figure to beat."""
     ranks, mask = padded([row.ranks for row in data])
     tokens, _ = padded([[float(length) for length in lengths(row)] for row in data])
@@ -80,7 +80,7 @@ def longer_wins_accuracy(data: list[Ranked]) -> float:
 
 
 def grade(
-    run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int, others: Others
+    run: Runtime[RewardSettings], model: ScalarModel, data: Sequence[Ranked], pad: int, others: Others
 ) -> dict[str, Any]:
     """The figures of the report card; the rest goes into card.json and worst_pairs.jsonl of the stage's folder."""
     rows = [
@@ -99,7 +99,7 @@ def grade(
     return figures
 
 
-def all_scores(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int) -> list[list[float]]:
+def all_scores(run: Runtime[RewardSettings], model: ScalarModel, data: Sequence[Ranked], pad: int) -> list[list[float]]:
     """Scores of each ranking's answers, in every process."""
     found: list[tuple[int, list[float]]] = []
     for rows, scores, part in scored(run, model, data, pad):
@@ -108,7 +108,7 @@ def all_scores(run: Runtime[RewardSettings], model: ScalarModel, data: list[Rank
     return [scores for _, scores in sorted(run.gather_objects(found))]
 
 
-def scores_of_others(run: Runtime[RewardSettings], data: list[Ranked]) -> Others:
+def scores_of_others(run: Runtime[RewardSettings], data: Sequence[Ranked]) -> Others:
     """What the reward models of `compare_with` say; asked before training, so that a wrong name costs no training."""
     found: Others = {}
     for reference in run.settings.compare_with:
@@ -120,8 +120,10 @@ def scores_of_others(run: Runtime[RewardSettings], data: list[Ranked]) -> Others
         positions = num_positions(model.classifier)
         read: list[Ranked] = []
         places = []
+        pairs = ((row.prompt, text) for row in data for text in row.responses)
+        examples = encode_examples(tokenizer, pairs, positions)
         for place, row in enumerate(data):
-            encoded = [encode_example(tokenizer, row.prompt, text, positions) for text in row.responses]
+            encoded = [next(examples) for _ in row.responses]
             answers = [answer for answer in encoded if answer is not None]
             if len(answers) == len(encoded):
                 read.append(replace(row, answers=answers))

@@ -5,6 +5,7 @@ Run by hand: `accelerate launch -m rlhf.stages.reward FOLDER`, where FOLDER hold
 
 import math
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, t
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.packing import MULTIPLE, as_written, packs_here, reads_packs
 from rlhf.stages.profile import cost_of
-from rlhf.stages.reward.answers import judged, with_sampled_answers
+from rlhf.stages.reward.answers import ANSWERS, SAMPLED, add_sampled_answers, judged, with_sampled_answers
 from rlhf.stages.reward.batches import Batch, Ranked, collate, encode_rows, padded, passes
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.evaluate import (
@@ -47,6 +48,7 @@ from rlhf.stages.reward.evaluate import (
     scores_of_others,
 )
 from rlhf.stages.reward.objective import comparable, margins, ranking_loss
+from rlhf.stages.row_files import RowReader, rows_of
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sharding import gathered
@@ -61,14 +63,13 @@ def train(folder: str | Path) -> dict[str, Any]:
     assert settings.model is not None
     tokenizer = load_tokenizer(settings.model)
     run = Runtime(settings, folder)
-    rows, eval_rows = read_rows(run)
     if settings.num_sampled_answers:
-        rows, eval_rows = with_sampled_answers(run, tokenizer, rows, eval_rows)
-    elif settings.judge:
-        judge, seed = settings.judge, settings.seed
-        eval_rows = run.from_main(lambda: judged(judge, eval_rows, noise=0.0, seed=seed))
-    data = encode_rows(run, tokenizer, rows)
-    eval_data = encode_rows(run, tokenizer, eval_rows)
+        if not (folder / ANSWERS).exists():
+            add_sampled_answers(run, tokenizer, *read_rows(RowReader(settings)))
+        run.on_main(lambda: (folder / SAMPLED).unlink(missing_ok=True))  # a kill may have left it beside the answers
+    data, eval_data = rows_of(
+        run, lambda reader: (encode_rows(reader, tokenizer, rows) for rows in ranked_rows(reader, folder))
+    )
     refuse_nothing_to_measure(eval_data)
     others = scores_of_others(run, eval_data)
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(data))
@@ -259,7 +260,9 @@ def language_loss(lm_head: PolicyModel, hidden: Tensor, part: Batch, num_tokens:
     return -logprobs.sum() / num_tokens
 
 
-def normaliser(run: Runtime[RewardSettings], model: ScalarModel, data: list[Ranked], pad: int) -> tuple[float, float]:
+def normaliser(
+    run: Runtime[RewardSettings], model: ScalarModel, data: Sequence[Ranked], pad: int
+) -> tuple[float, float]:
     """What becomes 0, and what 1: by `normalise` the mean score of all training answers or of each prompt's best,
     and by `unit_scale` the standard deviation of all."""
     settings = run.settings
@@ -278,16 +281,27 @@ def normaliser(run: Runtime[RewardSettings], model: ScalarModel, data: list[Rank
     return of_best / num_best if settings.normalise == "reference" else mean, std if settings.unit_scale else 1.0
 
 
-def read_rows(run: Runtime[RewardSettings]) -> tuple[list[Ranking], list[Ranking]]:
+def read_rows(reader: RowReader[RewardSettings]) -> tuple[list[Ranking], list[Ranking]]:
     """Training and held-out rankings."""
-    settings = run.settings
+    settings = reader.settings
     assert settings.data is not None  # the pipeline fills it in
     keep_ties = settings.ties == "soft" or settings.judge is not None  # a judge ranks anew
     loaded = read_rankings(settings.data, settings.max_dropped, keep_ties)
-    run.count_report("data", loaded.report)
+    reader.count_report("data", loaded.report)
     given = None
     if settings.eval_data:
         held_out = read_rankings(settings.eval_data, settings.max_dropped, keep_ties)
-        run.count_report("eval_data", held_out.report)
+        reader.count_report("eval_data", held_out.report)
         given = held_out.rows
-    return run.split(loaded.rows, given, lambda row: prompt_key(row.prompt))
+    return reader.split(loaded.rows, given, lambda row: prompt_key(row.prompt))
+
+
+def ranked_rows(reader: RowReader[RewardSettings], folder: Path) -> tuple[list[Ranking], list[Ranking]]:
+    """The same as they are learned from: with sampled answers, held-out ones as the judge ranks them."""
+    settings = reader.settings
+    rows, eval_rows = read_rows(reader)
+    if settings.num_sampled_answers:
+        return with_sampled_answers(folder)
+    if settings.judge:
+        eval_rows = judged(settings.judge, eval_rows, noise=0.0, seed=settings.seed)
+    return rows, eval_rows

@@ -4,6 +4,8 @@ Run by hand: `accelerate launch -m rlhf.stages.sft FOLDER`, where FOLDER holds a
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,12 @@ from trl import SFTConfig
 
 from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.rows import Demonstration, prompt_key, read_demonstrations
-from rlhf.data.tokens import EncodedRows, encode_example
+from rlhf.data.tokens import Encoded, encode_examples
 from rlhf.stages.adapters import lora_config, save_adapter
 from rlhf.stages.models import hand_over, load_policy, load_tokenizer, save_folder
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory
 from rlhf.stages.packing import as_written
+from rlhf.stages.row_files import RowReader, rows_of
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import read_settings
 from rlhf.stages.sft.config import SFTSettings
@@ -38,13 +41,15 @@ def train(folder: str | Path) -> dict[str, Any]:
     run = Runtime(settings, folder)
     if problem := settings.why_no_liger(run.device.type == "cuda"):
         raise RefusedError(problem)
-    encoded, eval_encoded = (encode_rows(run, tokenizer, rows) for rows in read_rows(run))
+    encoded, eval_encoded = rows_of(
+        run, lambda reader: (encode_rows(reader, tokenizer, rows) for rows in read_rows(reader))
+    )
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(encoded))
     num_steps = run.num_steps = math.ceil(settings.num_epochs * len(encoded) / batch_size)
     run.say(f"{len(encoded)} demonstrations, {len(eval_encoded)} held out")
     model = load_policy(settings.model, tokenizer, spread=run.sharding is not None)
     check_positions("sft.max_length", settings.max_length, model)
-    longest = max(encoded.longest, eval_encoded.longest)
+    longest = max(len(row.input_ids) for row in chain(encoded, eval_encoded))
     trainer = build_trainer(run, model, tokenizer, encoded, batch_size, longest)
     trained, reading = trainer.model, trainer.reading
     if settings.packing and not reading.packed:
@@ -79,33 +84,35 @@ def save(folder: Path, model: Any, settings: SFTSettings, tokenizer: PreTrainedT
     save_folder(folder / "model", model, tokenizer)
 
 
-def read_rows(run: Runtime[SFTSettings]) -> tuple[list[Demonstration], list[Demonstration]]:
+def read_rows(reader: RowReader[SFTSettings]) -> tuple[list[Demonstration], list[Demonstration]]:
     """Training and held-out demonstrations."""
-    settings = run.settings
+    settings = reader.settings
     loaded = read_demonstrations(settings.data, settings.max_dropped)
-    run.count_report("data", loaded.report)
+    reader.count_report("data", loaded.report)
     given = None
     if settings.eval_data:
         held_out = read_demonstrations(settings.eval_data, settings.max_dropped)
-        run.count_report("eval_data", held_out.report)
+        reader.count_report("eval_data", held_out.report)
         given = held_out.rows
-    return run.split(loaded.rows, given, lambda row: prompt_key(row.prompt))
+    return reader.split(loaded.rows, given, lambda row: prompt_key(row.prompt))
 
 
 def encode_rows(
-    run: Runtime[SFTSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration]
-) -> EncodedRows:
+    reader: RowReader[SFTSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration]
+) -> Iterator[Encoded]:
     """Token ids of the rows that fit; the others are counted aloud, and none left is an error."""
-    max_length = run.settings.max_length
-    found = (encode_example(tokenizer, row.prompt, row.response, max_length) for row in rows)
-    kept = EncodedRows(row for row in found if row is not None)
-    run.count_rows("tokenised", len(kept), len(rows), {"longer than max_length": len(rows) - len(kept)})
-    if len(kept) < len(rows):
-        text = f"{len(rows) - len(kept)} of {len(rows)} responses are longer than max_length {max_length}"
-        if not kept:
+    max_length, num_kept = reader.settings.max_length, 0
+    for encoded in encode_examples(tokenizer, ((row.prompt, row.response) for row in rows), max_length):
+        if encoded is not None:
+            num_kept += 1
+            yield encoded
+    too_long = len(rows) - num_kept
+    reader.count("tokenised", num_kept, len(rows), {"longer than max_length": too_long})
+    if too_long:
+        text = f"{too_long} of {len(rows)} responses are longer than max_length {max_length}"
+        if not num_kept:
             raise DataError(f"sft.max_length: {text}; nothing is left to train on, raise it")
-        run.say(f"{text} and are left out")
-    return kept
+        reader.say(f"{text} and are left out")
 
 
 def liger_knows(model: PreTrainedModel) -> bool:
@@ -119,7 +126,7 @@ def build_trainer(
     run: Runtime[SFTSettings],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: EncodedRows,
+    rows: Sequence[Encoded],
     batch_size: int,
     longest: int,
 ) -> CheckpointedTrainer:
@@ -172,7 +179,9 @@ def build_trainer(
 
 
 @torch.no_grad()
-def held_out_loss(run: Runtime[SFTSettings], model: PreTrainedModel, rows: EncodedRows, reading: Reading) -> float:
+def held_out_loss(
+    run: Runtime[SFTSettings], model: PreTrainedModel, rows: Sequence[Encoded], reading: Reading
+) -> float:
     """Mean loss per response token over all held-out rows, each counted once."""
     model.eval()
     settings = run.settings

@@ -3,6 +3,7 @@ allows it, and nothing waits for the device after a step. Checkpoints are like t
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import SFTTrainer
 
 from rlhf.data.collate import IGNORED, batch_indices, labels, pad_right
-from rlhf.data.tokens import Encoded, EncodedRows
+from rlhf.data.tokens import Encoded
 from rlhf.stages import training_state
 from rlhf.stages.bad_numbers import count_step, leave_out_overflow
 from rlhf.stages.checkpoints import Checkpoint
@@ -35,7 +36,7 @@ class CheckpointedTrainer(SFTTrainer):
     """What its data set gives it is the number of a step."""
 
     def __init__(
-        self, run: Runtime[SFTSettings], rows: EncodedRows, batch_size: int, longest: int, **options: Any
+        self, run: Runtime[SFTSettings], rows: Sequence[Encoded], batch_size: int, longest: int, **options: Any
     ) -> None:
         super().__init__(**options)
         self.run, self.rows, self.batch_size, settings = run, rows, batch_size, run.settings

@@ -10,7 +10,6 @@ from rlhf.data import tokens
 from rlhf.data.errors import DataError
 from rlhf.data.tokens import (
     Encoded,
-    EncodedRows,
     encode_documents,
     encode_example,
     encode_prompt,
@@ -208,18 +207,6 @@ def test_our_templates_write_a_tools_turn(build_tokenizer: Any, roles: bool, wri
     ensure_chat_template(tokenizer)
     messages = [{"role": "tool", "content": "5C"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).endswith(written)
-
-
-def test_rows_are_kept_in_four_bytes_a_token_and_come_out_as_they_went_in() -> None:
-    given = [Encoded([1, 2, 3], 1), Encoded([70_000, 5], 0), Encoded([9], 1)]
-    rows = EncodedRows(iter(given))
-    assert [rows[place] for place in range(len(rows))] == given
-    assert (len(rows), rows.longest) == (3, 3)
-    assert all(type(token) is int for token in rows[1].input_ids)
-    assert rows._ids.itemsize * len(rows._ids) == 24
-    with pytest.raises(IndexError):
-        rows[3]
-    assert (len(EncodedRows([])), EncodedRows([]).longest) == (0, 0)
 
 
 def test_documents_become_one_stream_with_eos_after_each(tokenizer: Any) -> None:

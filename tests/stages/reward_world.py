@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from stages_world import byte_tokenizer, tiny_policy
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.data.rows import Ranking
 from rlhf.stages.models import save_folder
+from rlhf.stages.reward.batches import Ranked, encode_rows
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.train import train
+from rlhf.stages.row_files import RowReader
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings_file import write_settings
 
@@ -64,3 +67,10 @@ def new_run(folder: Path, **fields: Any) -> Runtime[RewardSettings]:
     folder.mkdir(exist_ok=True)
     given = {"model": policy_folder(folder), "data": rankings_file(folder / "rows.jsonl", marked(12))}
     return Runtime(settings(**{**given, **fields}), folder)
+
+
+def tokenised(
+    run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], said: list[str] | None = None
+) -> list[Ranked]:
+    """Rankings as the stage reads them; what is said of them is added to `said`."""
+    return list(encode_rows(RowReader(run.settings, [] if said is None else said), tokenizer, rows))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ppo_world import World, make_targets, model_folders
 from ppo_world import settings as ppo_settings
-from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward
+from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward, tokenised
 from stages_world import inputs, run_stage
 from test_train import Killed, at_step
 from torch import Tensor
@@ -22,7 +22,6 @@ from rlhf.stages.late import decides_on_device
 from rlhf.stages.models import load_scalar, load_tokenizer
 from rlhf.stages.ppo import update as ppo_update
 from rlhf.stages.reward import train as reward_stage
-from rlhf.stages.reward.batches import encode_rows
 from rlhf.stages.reward.evaluate import scores_of_others
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.sft.train import CheckpointedTrainer
@@ -70,7 +69,7 @@ def one_step(run: Runtime) -> tuple[dict[str, Tensor], bool]:
     tokenizer = load_tokenizer(run.settings.model)
     model = load_scalar(run.settings.model, tokenizer, new_head=True)
     before = [p.detach().clone() for p in model.parameters()]
-    batch = encode_rows(run, tokenizer, [ranking(r["prompt"], r["responses"], r["ranks"]) for r in marked(8)])
+    batch = tokenised(run, tokenizer, [ranking(r["prompt"], r["responses"], r["ranks"]) for r in marked(8)])
     found = reward_stage.optimise(run, model, torch.optim.SGD(model.parameters(), lr=0.1), batch, 0)
     assert all(p.grad is None for p in model.parameters())
     return found, any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -181,7 +180,7 @@ def test_another_reward_models_scores_that_are_no_numbers_are_counted_and_not_co
     run_reward(tmp_path / "reward", **rankings)
     run = new_run(tmp_path / "run", compare_with=[str(tmp_path / "reward" / "model")])
     texts = [ranking(r["prompt"], r["responses"], r["ranks"]) for r in marked(3)]
-    data = encode_rows(run, load_tokenizer(run.settings.model), texts)
+    data = tokenised(run, load_tokenizer(run.settings.model), texts)
     monkeypatch.setattr("rlhf.stages.reward.evaluate.all_scores", lambda *_: [[1.0], [INF], [2.0]])
     ((first, second, third),) = scores_of_others(run, data).values()
     run.close()

@@ -23,6 +23,7 @@ from rlhf.stages.microbatches import Piece
 from rlhf.stages.models import PolicyModel, load_tokenizer
 from rlhf.stages.ppo import update as update_module
 from rlhf.stages.ppo.evaluate import Evaluator
+from rlhf.stages.ppo.prompts import Asked
 from rlhf.stages.ppo.rewards import load_rewards
 from rlhf.stages.ppo.rollout import Rollout, policy_engine
 from rlhf.stages.ppo.shaping import Targets, shaped_scores, targets
@@ -106,9 +107,9 @@ def act(root: Path, given: dict[str, str], rank: int, of: int) -> Found:
             tokenizer = load_tokenizer(given["model"])
             reader = PolicyModel(tiny_policy())
             rewards = load_rewards(settings(**given), tokenizer, reader.model)
-            prompts = [Prompt([{"role": "user", "content": f"p{i}"}], {}) for i in range(9)]
-            encoded, engines = [[30 + i] * (1 + i % 3) for i in range(9)], {reader: policy_engine(run, reader)}
-            evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, encoded, engines)
+            messages = [[{"role": "user", "content": f"p{i}"}] for i in range(9)]
+            prompts = [Asked([30 + i] * (1 + i % 3), Prompt(messages[i], {})) for i in range(9)]
+            evaluator = Evaluator(run, tokenizer, reader, rewards, prompts, {reader: policy_engine(run, reader)})
             found.answers = [(answer.prompt, answer.response) for answer in evaluator(reader)]
         run.close()
     sample, drawn = StaticEngine.generate, found.drawn

@@ -16,6 +16,8 @@ from stages_world import without_clock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.rows import Prompt
+from rlhf.data.tokens import encode_prompt
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.engines import Responses
 from rlhf.stages.engines.static import StaticEngine
@@ -311,6 +313,22 @@ def test_more_tokens_than_positions_are_refused(given: Given, tmp_path: Path) ->
 def test_prompts_that_are_all_too_long_are_refused_with_their_number(given: Given, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="none of 12 prompts fits in 2 tokens"):
         run_ppo(tmp_path / "ppo", given, max_prompt_length=2)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_the_others_keep_their_ids(
+    given: Given, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[list[int], Prompt]] = []
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        seen.extend(zip(arguments[5], arguments[6], strict=True))
+        return rollout_module.collect(*arguments, **options)
+
+    monkeypatch.setattr(train_module, "collect", watch)
+    run_ppo(tmp_path / "ppo", given, max_prompt_length=5)  # of one to four letters between two role tokens
+    texts = {prompt.messages[0]["content"] for _, prompt in seen}
+    assert texts == {"a", "bb", "ccc", "e", "ff", "ggg", "i", "jj", "kkk"}
+    assert all(ids == encode_prompt(tokenizer, prompt.messages) for ids, prompt in seen)
 
 
 def test_a_reward_model_that_reads_text_otherwise_is_refused_with_both_values(

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from processes_world import in_two_processes
-from reward_world import marked, policy_folder, ranking, rankings_file, run_reward, settings
+from reward_world import marked, policy_folder, ranking, rankings_file, run_reward, settings, tokenised
 from torch import Tensor
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import load_scalar, load_tokenizer
-from rlhf.stages.reward.batches import encode_rows
 from rlhf.stages.reward.evaluate import accuracy
 from rlhf.stages.reward.train import language_head, normaliser, optimise
 from rlhf.stages.runtime import Runtime
@@ -46,7 +45,7 @@ def act(root: Path, model: str, data: str, of: int) -> Found:
         tokenizer = load_tokenizer(model)
         rows = [ranking(row["prompt"], row["responses"], row["ranks"], strengths=[4.0, 3, 2, 1]) for row in marked(9)]
         rows[1].responses[2:] = rows[1].ranks[2:] = rows[1].strengths[2:] = []  # type: ignore[index]
-        encoded = encode_rows(run, tokenizer, rows)
+        encoded = tokenised(run, tokenizer, rows)
         torch.manual_seed(1)
         scorer = load_scalar(model, tokenizer, new_head=True)
         head = language_head(model, tokenizer) if "lm_coef" in variant else None

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward
+from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward, tokenised
 
 from rlhf.data.errors import DataError, SettingsError
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import load_scalar
 from rlhf.stages.reward import evaluate
-from rlhf.stages.reward.batches import encode_rows
 from rlhf.stages.reward.evaluate import accuracy, all_scores, grade
 
 ROWS = marked(40)
@@ -86,7 +85,7 @@ def test_the_worst_pairs_are_of_held_out_answers_as_they_were_written(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = new_run(tmp_path / "run")
-    data = encode_rows(run, tokenizer, [ranking("ab", ["c " * 30, "x", "<y>", "z"], [1, 1, 2, 3])])  # one is too long
+    data = tokenised(run, tokenizer, [ranking("ab", ["c " * 30, "x", "<y>", "z"], [1, 1, 2, 3])])  # one is too long
     monkeypatch.setattr(evaluate, "all_scores", lambda *_: [[0.0, -1.0, 1.0]])
     scorer = load_scalar(run.settings.model or "", tokenizer, new_head=True)
     scorer.std = 2.0  # Δ is 2, -2 and -4
@@ -108,7 +107,7 @@ def test_processes_score_each_row_once_and_all_know_all_scores(
 ) -> None:
     run = new_run(tmp_path / "run", microbatch_size=2)
     scorer = load_scalar(run.settings.model or "", tokenizer, new_head=True)
-    data = encode_rows(run, tokenizer, [ranking(r["prompt"], r["responses"], r["ranks"]) for r in ROWS[:7]])
+    data = tokenised(run, tokenizer, [ranking(r["prompt"], r["responses"], r["ranks"]) for r in ROWS[:7]])
     alone = all_scores(run, scorer, data, 0)
     right = [row.ranks[i] < row.ranks[j] and s[i] > s[j] for row, s in zip(data, alone, strict=True) for i in range(4)
              for j in range(4)]  # fmt: skip
@@ -140,7 +139,7 @@ def test_a_process_that_hangs_while_another_model_scores_is_told(
         return score(*arguments)
 
     monkeypatch.setattr(evaluate, "all_scores", note)
-    evaluate.scores_of_others(run, encode_rows(run, tokenizer, [ranking("a", ["b", "c"], [1, 2])]))
+    evaluate.scores_of_others(run, tokenised(run, tokenizer, [ranking("a", ["b", "c"], [1, 2])]))
     run.close()
     assert watched == [True]
     assert not run.stopping.watched
@@ -160,7 +159,7 @@ def test_prompts_that_another_model_has_no_room_for_are_left_out_of_the_comparis
     trained: Path, tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = new_run(tmp_path / "run", max_length=200, compare_with=[str(trained / "model")])  # which has 64 positions
-    data = encode_rows(run, tokenizer, [ranking("a", ["b", "c"], [1, 2]), ranking("d", ["e" * 80, "f"], [1, 2])])
+    data = tokenised(run, tokenizer, [ranking("a", ["b", "c"], [1, 2]), ranking("d", ["e" * 80, "f"], [1, 2])])
     others = evaluate.scores_of_others(run, data)
     run.close()
     ((first, second),) = others.values()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward, settings
+from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward, settings, tokenised
 from safetensors.torch import load_file
 from stages_world import tiny_policy
 from torch.nn.functional import cross_entropy
@@ -19,7 +19,7 @@ from rlhf.stages.artifact import Artifact
 from rlhf.stages.models import load_scalar, load_tokenizer
 from rlhf.stages.packing import reads_packs
 from rlhf.stages.reward.answers import judged
-from rlhf.stages.reward.batches import Ranked, collate, encode_rows, passes
+from rlhf.stages.reward.batches import Ranked, collate, passes
 from rlhf.stages.reward.evaluate import scored
 from rlhf.stages.reward.objective import margins, ranking_loss
 from rlhf.stages.reward.train import language_head, language_loss, normaliser, optimise, starting_model
@@ -44,7 +44,7 @@ def make_run(tmp_path: Path) -> Iterator[NewRun]:
 
 def encoded(run: Runtime, num: int = 8, **more: Any) -> list[Ranked]:
     rows = [ranking(row["prompt"], row["responses"], row["ranks"], **more) for row in marked(num)]
-    return encode_rows(run, load_tokenizer(run.settings.model), rows)
+    return tokenised(run, load_tokenizer(run.settings.model), rows)
 
 
 def step(run: Runtime, batch: list[Ranked], head: bool = False) -> tuple[dict[str, float], torch.Tensor]:
@@ -112,7 +112,7 @@ def test_the_language_modelling_loss_is_that_of_the_best_answers_tokens(make_run
     run = make_run()
     tokenizer = load_tokenizer(run.settings.model)
     rows = [ranking("ab", ["c", "defg!"], [2, 1]), ranking("a" * 9, ["bb", "ccc", "d"], [1, 1, 3])]
-    data = encode_rows(run, tokenizer, rows)
+    data = tokenised(run, tokenizer, rows)
     assert [row.best for row in data] == [[False, True], [True, True, False]]
     assert [row.num_best_tokens for row in data] == [6, 3 + 4]
     best = [data[0].answers[1], *data[1].answers[:2]]
@@ -212,7 +212,7 @@ def test_a_step_is_the_same_however_it_is_cut(make_run: NewRun, cut: dict[str, i
 def test_prompts_of_like_length_share_a_pass_and_no_prompt_is_taken_apart(make_run: NewRun) -> None:
     run = make_run()
     rows = [ranking("a" * length, ["b", "c", "d"], [1, 2, 3]) for length in (3, 30, 4, 31)]
-    data = encode_rows(run, load_tokenizer(run.settings.model), rows)
+    data = tokenised(run, load_tokenizer(run.settings.model), rows)
     short, long = len(data[2].answers[0].input_ids), len(data[3].answers[0].input_ids)
     for budget, expected in ((3 * 2 * long, [[3, 1], [2, 0]]), (3 * 2 * short, [[3], [1], [2, 0]])):
         assert passes(data, [0, 1, 2, 3], None, budget) == expected

@@ -40,16 +40,17 @@ from typing import Any
 
 import pytest
 import torch
-from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward
+from reward_world import marked, new_run, policy_folder, ranking, rankings_file, run_reward, tokenised
 
 from rlhf.data.errors import DataError
 from rlhf.data.rows import prompt_key
 from rlhf.stages.models import load_scalar, load_tokenizer
 from rlhf.stages.reward import train as reward
-from rlhf.stages.reward.batches import collate, encode_rows
+from rlhf.stages.reward.batches import collate
 from rlhf.stages.reward.evaluate import accuracy, scored
 from rlhf.stages.reward.objective import ranking_loss
 from rlhf.stages.reward.train import normaliser, read_rows
+from rlhf.stages.row_files import RowReader
 from rlhf.stages.runtime import Runtime
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def test_a_score_does_not_depend_on_what_it_is_read_with(
     scorer = new_scorer(policy_folder(tmp_path), tokenizer)
     scorer.pooling = pooling
     rows = [ranking("ab", ["c", "dd!"], [1, 2]), ranking("abcdefgh", ["c" * 20, "d", "e" * 30], [1, 2, 3])]
-    data = encode_rows(run, tokenizer, rows)
+    data = tokenised(run, tokenizer, rows)
     ((_, together, part),) = scored(run, scorer, data, 0)
     alone = [scores for row in data for _, scores, _ in scored(run, scorer, [row], 0)]
     assert part.mask.tolist() == [[True, True, False], [True, True, True]]
@@ -82,29 +83,28 @@ def test_a_score_does_not_depend_on_what_it_is_read_with(
     assert together[0, 2] == 0
 
 
-def test_an_answer_keeps_its_end_or_is_left_out_and_counted(
-    run: Runtime, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_keeps_its_end_or_is_left_out_and_counted(run: Runtime, tokenizer: Any) -> None:
+    said: list[str] = []
     rows = [ranking("a" * 40, ["b" * 30, "c", "d" * 60], [1, 2, 3]), ranking("e", ["f", "g" * 60], [1, 2])]
-    (kept,) = encode_rows(run, tokenizer, rows)
+    (kept,) = tokenised(run, tokenizer, rows, said)
     assert kept.ranks == [1, 2]
     for answer, text in zip(kept.answers, ["b" * 30, "c"], strict=True):
         assert len(answer.input_ids) <= 48
         assert answer.input_ids[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(answer.input_ids[answer.prompt_length :], skip_special_tokens=True).strip() == text
-    said = capsys.readouterr().out
-    assert "left out 2 answers longer than max_length 48, 0 repeated ones" in said
-    assert "left out 1 of 2 rankings with nothing to compare" in said
+    assert said == [
+        "left out 2 answers longer than max_length 48, 0 repeated ones",
+        "left out 1 of 2 rankings with nothing to compare",
+    ]
 
 
-def test_the_same_answer_twice_is_compared_with_the_others_once(
-    run: Runtime, tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (kept,) = encode_rows(run, tokenizer, [ranking("a", ["b", "b", "c"], [1, 2, 3], strengths=[5.0, 4.0, 3.0])])
+def test_the_same_answer_twice_is_compared_with_the_others_once(run: Runtime, tokenizer: Any) -> None:
+    said: list[str] = []
+    (kept,) = tokenised(run, tokenizer, [ranking("a", ["b", "b", "c"], [1, 2, 3], strengths=[5.0, 4.0, 3.0])], said)
     assert (len(kept.answers), kept.ranks, kept.strengths) == (2, [1, 3], [5, 3])
-    assert "0 answers longer than max_length 48, 1 repeated ones" in capsys.readouterr().out
+    assert said == ["left out 0 answers longer than max_length 48, 1 repeated ones"]
     with pytest.raises(DataError, match="the ranks hold all answers to be equal"):
-        encode_rows(run, tokenizer, [ranking("a", ["b", "b"], [1, 2])])
+        tokenised(run, tokenizer, [ranking("a", ["b", "b"], [1, 2])])
 
 
 def test_no_prompt_is_in_training_and_held_out_rows(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_no_prompt_is_in_training_and_held_out_rows(tmp_path: Path) -> None:
     eval_data = rankings_file(tmp_path / "eval.jsonl", rows[:3])
     for number, given in enumerate(({}, {"eval_data": eval_data})):
         run = new_run(tmp_path / f"split-{number}", data=data, **given)
-        train, held_out = ({prompt_key(row.prompt) for row in side} for side in read_rows(run))
+        train, held_out = ({prompt_key(row.prompt) for row in side} for side in read_rows(RowReader(run.settings)))
         run.close()
         assert held_out
         assert not train & held_out
@@ -154,7 +154,7 @@ def test_a_sealed_reward_model_scores_as_it_did_in_training(
 
     def scores(scorer: Any) -> torch.Tensor:
         rows = [ranking(row["prompt"], row["responses"], row["ranks"]) for row in marked(5)]
-        return torch.cat([found for _, found, _ in scored(run, scorer, encode_rows(run, tokenizer, rows), 0)])
+        return torch.cat([found for _, found, _ in scored(run, scorer, tokenised(run, tokenizer, rows), 0)])
 
     saved = reward.save
     monkeypatch.setattr(reward, "save", save)
@@ -174,7 +174,7 @@ def test_neither_prompt_nor_padding_takes_part_in_a_score(
 ) -> None:
     scorer = new_scorer(policy_folder(tmp_path), tokenizer)
     scorer.pooling = pooling
-    part = collate(encode_rows(run, tokenizer, [ranking("abc", ["d", "ef", "ghi"], [1, 2, 3])]), 0, CPU)
+    part = collate(tokenised(run, tokenizer, [ranking("abc", ["d", "ef", "ghi"], [1, 2, 3])]), 0, CPU)
     length = part.ids.shape[1]
     assert part.response.sum(1).tolist() == [2, 3, 4]  # eos included; the shortest is followed by two of padding
     values = torch.arange(length).expand(3, length) + 100.0 * torch.arange(3)[:, None]
@@ -201,7 +201,7 @@ def test_centering_draws_the_mean_score_to_zero(centering: float, mean: float) -
 
 def test_dropout_is_off_where_scores_are_read(run: Runtime, tmp_path: Path, tokenizer: Any) -> None:
     scorer = new_scorer(policy_folder(tmp_path, shape="gpt2", dropout=0.5), tokenizer)
-    data = encode_rows(run, tokenizer, [ranking(r["prompt"], r["responses"], r["ranks"]) for r in marked(6)])
+    data = tokenised(run, tokenizer, [ranking(r["prompt"], r["responses"], r["ranks"]) for r in marked(6)])
     part = collate(data, 0, CPU)
     with torch.no_grad():
         one, other = (scorer.train()(part.ids, part.attention) for _ in range(2))

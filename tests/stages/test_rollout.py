@@ -204,7 +204,7 @@ def test_a_process_without_held_out_prompts_asks_no_model_and_no_reward(policy: 
     asked: list[list[list[int]]] = []
     engine: Any = SimpleNamespace(generate=lambda prompts, *law: asked.append(prompts))
     run: Any = SimpleNamespace(settings=settings())
-    evaluator = Evaluator(run, byte_tokenizer(), pytest.fail, pytest.fail, [], [], {policy: engine})
+    evaluator = Evaluator(run, byte_tokenizer(), pytest.fail, pytest.fail, [], {policy: engine})
     assert evaluator._answers(policy, []) == []
     assert asked == [[]]
 
