@@ -5,9 +5,8 @@ asks for, and a stage that goes on does not tokenise them again.
 """
 
 import json
-import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -70,9 +69,10 @@ class RowReader(Generic[AnyStage]):
 
 
 class RowFile(Sequence[T]):
-    """Rows in a file, each made anew when it is asked for."""
+    """Rows in a file, as JSON, each made anew by `of` when it is asked for."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, of: Callable[[Any], T]) -> None:
+        self._of = of
         self._rows = np.memmap(file, np.uint8, "r")
         self._ends = np.memmap(_ends_of(file), np.int64, "r")
 
@@ -87,8 +87,8 @@ class RowFile(Sequence[T]):
         if isinstance(place, slice):
             return [self[i] for i in range(len(self))[place]]
         number = range(len(self))[place]
-        found: T = pickle.loads(self._rows[self._ends[number] : self._ends[number + 1]].data)
-        return found
+        text = self._rows[self._ends[number] : self._ends[number + 1]].tobytes()
+        return self._of(json.loads(text))
 
     @staticmethod
     def write(file: Path, rows: Iterable[Any]) -> None:
@@ -96,16 +96,19 @@ class RowFile(Sequence[T]):
         ends = [0]
         with file.open("wb") as out:
             for row in rows:
-                out.write(pickle.dumps(row, pickle.HIGHEST_PROTOCOL))
+                out.write(json.dumps(row, default=_plain).encode())
                 ends.append(out.tell())
         np.asarray(ends, np.int64).tofile(_ends_of(file))
 
 
 def rows_of(
-    run: Runtime[AnyStage], make: Callable[[RowReader[AnyStage]], Iterable[Iterable[T]]]
+    run: Runtime[AnyStage], make: Callable[[RowReader[AnyStage]], Iterable[Iterable[T]]], of: Callable[[Any], T]
 ) -> tuple[RowFile[T], RowFile[T]]:
     """The rows of a stage to train on and those held out, of which `make` gives one after the other. One process does
-    that, while the others wait; what its reader is told, all say."""
+    that, while the others wait; what its reader is told, all say.
+
+    `of` makes a row of the JSON values that `vars` has of it; what JSON has no word for, a date say, becomes text.
+    """
     key, folder = [_LAYOUT, run.identity.key, run.settings.max_dropped], run.folder / "checkpoints" / "rows"
     files = [folder / "train.rows", folder / "held_out.rows"]
 
@@ -130,10 +133,15 @@ def rows_of(
     for text in found["said"]:
         run.say(text)
     run.rows = found["rows"]
-    train, held_out = map(RowFile[T], files)
+    train, held_out = (RowFile(file, of) for file in files)
     return train, held_out
 
 
 def _ends_of(file: Path) -> Path:
     """Where each row of a file ends, after a 0."""
     return file.with_suffix(".ends")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON is given for what it does not know."""
+    return vars(value) if is_dataclass(value) else str(value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,11 @@ class Asked:
 
     ids: list[int]
     prompt: Prompt
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Asked":
+        """From JSON values (`row_files`)."""
+        return cls(row["ids"], Prompt(**row["prompt"]))
 
 
 def read_rows(reader: RowReader[PPOSettings]) -> tuple[list[Prompt], list[Prompt]]:

@@ -29,7 +29,7 @@ from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Finding, Health
 from rlhf.stages.ppo.layout import keep_policy, load_roles, prepare, put_in_place, save_critic
 from rlhf.stages.ppo.objective import AdaptiveKL
-from rlhf.stages.ppo.prompts import encode_prompts, read_rows
+from rlhf.stages.ppo.prompts import Asked, encode_prompts, read_rows
 from rlhf.stages.ppo.rollout import Rollout, collect, give_room, policy_engine
 from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import importance_weights, shaped_scores, targets
@@ -53,7 +53,9 @@ def train(folder: str | Path) -> dict[str, Any]:
     run = Runtime(settings, folder)
     run.num_steps = settings.num_iterations
     prompts, eval_prompts = rows_of(
-        run, lambda reader: (encode_prompts(reader, tokenizer, rows) for rows in read_rows(reader))
+        run,
+        lambda reader: (encode_prompts(reader, tokenizer, rows) for rows in read_rows(reader)),
+        Asked.of,
     )
     roles = load_roles(run, tokenizer)
     rewards, reference = roles.rewards, roles.reference

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ class Ranked:
     source: str = ""
     prompt: Messages = field(default_factory=list)
     responses: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Ranked":
+        """From JSON values (`row_files`)."""
+        return cls(**{**row, "answers": [Encoded(**answer) for answer in row["answers"]]})
 
     @property
     def best(self) -> list[bool]:

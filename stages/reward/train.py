@@ -68,7 +68,9 @@ def train(folder: str | Path) -> dict[str, Any]:
             add_sampled_answers(run, tokenizer, *read_rows(RowReader(settings)))
         run.on_main(lambda: (folder / SAMPLED).unlink(missing_ok=True))  # a kill may have left it beside the answers
     data, eval_data = rows_of(
-        run, lambda reader: (encode_rows(reader, tokenizer, rows) for rows in ranked_rows(reader, folder))
+        run,
+        lambda reader: (encode_rows(reader, tokenizer, rows) for rows in ranked_rows(reader, folder)),
+        Ranked.of,
     )
     refuse_nothing_to_measure(eval_data)
     others = scores_of_others(run, eval_data)

@@ -42,7 +42,9 @@ def train(folder: str | Path) -> dict[str, Any]:
     if problem := settings.why_no_liger(run.device.type == "cuda"):
         raise RefusedError(problem)
     encoded, eval_encoded = rows_of(
-        run, lambda reader: (encode_rows(reader, tokenizer, rows) for rows in read_rows(reader))
+        run,
+        lambda reader: (encode_rows(reader, tokenizer, rows) for rows in read_rows(reader)),
+        lambda row: Encoded(**row),
     )
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(encoded))
     num_steps = run.num_steps = math.ceil(settings.num_epochs * len(encoded) / batch_size)
