@@ -64,7 +64,10 @@ def _decode_in_slots(
         hidden = twin.states(ids_of(at_once, length), ids_of(at_once, length))
         del hidden
         drawn = rows if length == 1 else min(rows, max(LOGITS_AT_ONCE // twin.vocab_size, 1))
-        logits = twin.logits(torch.zeros(drawn, config.hidden_size, dtype=case.low))
+        if case.is_gpu:  # whose product has results in float32 without weights in it
+            logits = torch.zeros(drawn, twin.vocab_size)
+        else:
+            logits = twin.logits(torch.zeros(drawn, config.hidden_size, dtype=case.low))
         if length > 1 or not case.is_gpu:  # a GPU draws in a kernel
             draw(shaped(logits, twin.scale, twin.softcap, 1.0))
         del logits

@@ -318,6 +318,7 @@ def compile_layers(model: nn.Module) -> None:
     partitioner.ban_recompute_long_fusible_chains = False
     partitioner.ban_recompute_materialized_backward = False
     torch._dynamo.config.recompile_limit = 64  # the code of a layer is compiled for every role, type and mode
+    torch._dynamo.config.optimize_ddp = False  # else a layer is cut where a bucket ends, and more of it kept
     torch._dynamo.config.specialize_float = True  # else an epsilon is a tensor on the CPU, made anew in every call
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlhf.data.errors import RefusedError
 from rlhf.stages import sharding
+from rlhf.stages.buckets import gradients_in_buckets
 from rlhf.stages.settings import StageSettings
 from rlhf.stages.sharding import Rows
 from rlhf.stages.watchdog import collective, went_into
@@ -29,9 +30,9 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class DDP(DistributedDataParallelKwargs):
-    """How Accelerate wraps models in DDP: gradients are not kept once more for their way to the others, and buffers,
-    which decoders never change, stay where they are. They would be sent at the first microbatch of a step: processes
-    that read two models in unlike numbers of microbatches would send in unlike orders, and wait for each other."""
+    """How Accelerate wraps models in DDP: gradients lie in what is sent (see `buckets`), and buffers, which decoders
+    never change, stay where they are. They would be sent at the first microbatch of a step: processes that read two
+    models in unlike numbers of microbatches would send in unlike orders, and wait for each other."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """Arguments of torch's wrapper; one of them has another name since torch 2.13."""
@@ -109,11 +110,7 @@ class Processes:
         sharding.settle()
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                # After its first step it deals its gradients out to the buckets anew, which processes do together. Left
-                # to it, it does so in its next forward pass: with unlike numbers of microbatches, while another process
-                # is at the gradients of the other model, and both wait for ever.
-                with collective("buckets"):
-                    model.reducer._rebuild_buckets()
+                gradients_in_buckets(model)
         microbatches = sharding.evenly(microbatches, *models)
         for number, microbatch in enumerate(microbatches, start=1):
             with ExitStack() as stack:

@@ -37,6 +37,9 @@ class Twin:
         self.model.config.get_text_config()._attn_implementation = NAME
         self.scale, self.softcap = logit_rule(model)
         self.vocab_size = len(model.get_output_embeddings().weight)
+        self.owns_weights = False
+        """Whether nobody else reads the model's weights before they are gathered anew: those that are put together are
+        then let go, one product after the other."""
         self._dtype = dtype
         self._products: list[_Product] = []
         for module in list(self.model.modules()):
@@ -65,6 +68,8 @@ class Twin:
             setattr(module, name, copies[id(weight)])
         for product in self._products:
             product.take(self._dtype)
+            if self.owns_weights:
+                product.let_go()
 
     def give_back(self) -> None:
         """Keep no memory of the rollout."""
@@ -135,6 +140,11 @@ class _Product(nn.Module):
                 biases.append(biases[0].new_zeros(len(self.up)))
         self.weight = _together(matrices)
         self.bias = _together(biases) if biases else None
+
+    def let_go(self) -> None:
+        """Of the layers' own weights, whose copies are in this one."""
+        for layer in self.layers:
+            _base(layer).weight.untyped_storage().resize_(0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs [..., sum of outputs] of inputs [..., inputs]."""

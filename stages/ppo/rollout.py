@@ -86,7 +86,10 @@ def policy_engine(run: Runtime[PPOSettings], policy: PolicyModel) -> Engine:
     else:
         whole = Whole(policy, run.device, run.low_precision)
         run.say("the policy is gathered once for each rollout: every process then has all of its weights")
-    return GatheredEngine(engine_for(run, whole.model.model), whole, served)
+    engine = engine_for(run, whole.model.model)
+    if isinstance(engine, StaticEngine):
+        engine.twin.owns_weights = True
+    return GatheredEngine(engine, whole, served)
 
 
 def engine_for(run: Runtime[PPOSettings], model: PreTrainedModel) -> Engine:

@@ -252,6 +252,21 @@ def test_nothing_of_a_rollout_is_kept(dtype: torch.dtype | None, lora: bool) -> 
     assert_nothing_kept(engine, model)
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_gathered_weights_that_are_put_together_do_not_lie_there_twice(lora: bool) -> None:
+    model = adapted(tiny_policy()) if lora else new_model("llama with biases")
+    plain, engine = StaticEngine(model), StaticEngine(model)
+    expected = drawn(plain)
+    engine.twin.owns_weights = True
+    responses = drawn(engine)
+    assert torch.equal(responses.tokens, expected.tokens)
+    assert torch.equal(responses.logprobs, expected.logprobs)
+    sizes = {name: weight.untyped_storage().nbytes() for name, weight in model.named_parameters()}
+    gone = {name.split(".")[-2 - ("base_layer" in name)] for name, size in sizes.items() if not size}
+    assert gone >= {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert sizes["model.embed_tokens.weight"]
+
+
 def test_nothing_of_a_rollout_that_failed_is_kept_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("llama")
     engine = StaticEngine(model)
