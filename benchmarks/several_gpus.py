@@ -4,6 +4,7 @@
     python benchmarks/several_gpus.py sharded             PPO of the 7B shape, spread over all GPUs (FSDP2)
     python benchmarks/several_gpus.py curves [--plot SVG] the same steps on each number of GPUs: training losses
     python benchmarks/several_gpus.py placement [1b]      scoring models on a second GPU, and sampling one step off
+    python benchmarks/several_gpus.py memory              on one GPU: what one process of many takes, and the plan of it
     python benchmarks/several_gpus.py … --small           tiny models, and on CPUs where there is no GPU, to try it
                                                           (not placement, which wants two)
 
@@ -13,6 +14,9 @@ JSON, such as {"weights": "bf16", "compile": true}. Each line is a launch of its
 each process has the same share of a batch whatever their number; `efficiency` is the rate of a process over that of one
 alone. Rates are medians over the steps that are logged, the first left out; GiB is the highest of any process, and
 `planned` is what `rlhf estimate` says of that.
+
+For `memory` the other processes are played: what they would send is left out, or is what this one sends. Its numbers
+are not those of a training, but it allocates what it would.
 """
 
 import argparse
@@ -65,11 +69,13 @@ class Launch:
     config: str = "ddp"
     rows: int = ROWS_LOGGED
     """Lines of metrics after which it is left."""
+    played: bool = False
+    """Whether all processes but the first are played."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("what", nargs="?", choices=("scaling", "sharded", "curves", "placement"))
+    parser.add_argument("what", nargs="?", choices=("scaling", "sharded", "curves", "placement", "memory"))
     parser.add_argument("size", nargs="?", default="1b", choices=sorted(SIZES), help="of PPO's models (placement)")
     parser.add_argument("--processes", nargs="+", type=int, help="by default 1, 2, 4 and 8, as many as there are GPUs")
     parser.add_argument("--small", action="store_true", help="tiny models, to try it")
@@ -82,7 +88,7 @@ def main() -> None:
         run_child(options.child[0], *map(Path, options.child[1::2]), num_rows=int(options.child[2]))
         return
     if options.what is None:
-        parser.error("say what: scaling, sharded, curves or placement")
+        parser.error("say what: scaling, sharded, curves, placement or memory")
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -90,9 +96,10 @@ def main() -> None:
     name = torch.cuda.get_device_name() if num_gpus else f"{platform.machine()}, {os.cpu_count()} cores, gloo"
     print(f"{date.today()}, {max(num_gpus, 1)} x {name}, torch {torch.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        {"scaling": scaling, "sharded": sharded, "curves": curves, "placement": placement}[options.what](
-            options, Path(folder), processes
-        )
+        tables = {"scaling": scaling, "sharded": sharded, "curves": curves, "placement": placement, "memory": memory}
+        if options.what == "memory":
+            processes = options.processes or [2, 4, 8]
+        tables[options.what](options, Path(folder), processes)
 
 
 def scaling(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
@@ -148,6 +155,19 @@ def placement(options: argparse.Namespace, home: Path, processes: list[int]) -> 
         one = measure(ppo(home, size, 1, more | options.settings))
         phases = "".join(f"{one['phases'].get(phase, 0.0):10.2f}" for phase in ("rollout", "scoring", "update"))
         print(f"{name:26}{one['seconds']:12.2f}{phases}{one['gib']:8.2f}", flush=True)
+
+
+def memory(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
+    """GiB of a process of PPO, by layout and number of processes."""
+    size = "tiny" if options.small else options.size
+    make_world(home / "world", size)
+    print(f"PPO {size}, one process of several\n{'processes':>10}{'layout':>10}{'GiB':>10}{'planned':>10}", flush=True)
+    for number in processes:
+        for layout in ("ddp", "zero2", "fsdp2") if size != "7b" else ("fsdp2",):
+            more = {"gradient_checkpointing": True, "weights": "bf16"} if size == "7b" else {}
+            launch = ppo(home, size, number, more | options.settings)
+            found = measure(Launch("ppo", launch.settings, number, layout, rows=2, played=True))
+            print(f"{number:10}{layout:>10}{found['gib']:10.2f}{found['planned']:10.2f}", flush=True)
 
 
 def curves(options: argparse.Namespace, home: Path, processes: list[int]) -> None:
@@ -238,10 +258,12 @@ def measure(launch: Launch) -> dict[str, Any]:
         config = config_path(launch.config)
         words = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(config)]
         words += ["--num_processes", str(launch.processes), "--main_process_port", "0"]
-        if launch.processes == 1 and launch.config == "ddp":
+        if launch.played or (launch.processes == 1 and launch.config == "ddp"):
             words = [sys.executable]
         environment = dict(os.environ) | ({"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} if on_cpu else {})
         words += [__file__, "--child", launch.stage, str(folder), str(launch.rows), str(answer)]
+        if launch.played:
+            environment |= of_the_first(launch)
         said = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
         if not answer.exists():
             sys.exit(f"{launch}: {said.stdout[-1000:]}{said.stderr[-3000:]}")
@@ -260,6 +282,62 @@ def measure(launch: Launch) -> dict[str, Any]:
                    for key in found["rows"][0] if key.startswith("seconds_")},
         "losses": [row["loss"] for row in found["rows"] if "loss" in row],
     }  # fmt: skip
+
+
+def of_the_first(launch: Launch) -> dict[str, str]:
+    """What a launcher tells the first of several processes, and that the others are played."""
+    number = str(launch.processes)
+    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "PLAYED": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    if launch.config == "ddp":
+        return told
+    reshards = str(launch.config == "fsdp2").lower()
+    return told | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": reshards}
+
+
+def play_the_others() -> None:
+    """Be one process of a group whose others send what this one does, or nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from rlhf.stages import sharding
+    from rlhf.stages.processes import Processes
+
+    number = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+
+    def gather(output: Any, input: Any, *_: Any, **__: Any) -> None:
+        output.view(number, -1).copy_(input.detach().reshape(1, -1).expand(number, -1))
+
+    def scatter(output: Any, input: Any, *_: Any, **__: Any) -> None:
+        output.view(-1).copy_(input.detach().view(number, -1)[0])
+
+    def full(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        part = tensor.to_local()
+        if not tensor.ndim:
+            return part
+        whole = part.new_empty(number * len(part), *part.shape[1:])
+        gather(whole, part)
+        return whole[: len(tensor)]
+
+    def send(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        sent: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        sent.set_result(bucket.buffer())
+        return sent
+
+    def wrap(model: Any, *arguments: Any, **named: Any) -> None:
+        made(model, *arguments, **named)
+        model.register_comm_hook(None, send)
+
+    made, DistributedDataParallel.__init__ = DistributedDataParallel.__init__, wrap  # type: ignore[method-assign]
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor, sharding.full = gather, scatter, full
+    Processes.sum = Processes.max = Processes.gather_objects = lambda self, values: values  # type: ignore[method-assign,assignment]
+    Processes.from_main = lambda self, make: make()  # type: ignore[method-assign]
 
 
 def write_stage(folder: Path, launch: Launch) -> None:
@@ -297,6 +375,8 @@ def run_child(stage: str, folder: Path, answer: Path, num_rows: int) -> None:
         if len(rows) == num_rows:
             raise EnoughError
 
+    if "PLAYED" in os.environ:
+        play_the_others()
     Runtime.begin, Runtime.log = timed_begin, timed_log  # type: ignore[method-assign]
     with contextlib.suppress(EnoughError):
         importlib.import_module(f"rlhf.stages.{stage}.train").train(str(folder))

@@ -21,8 +21,16 @@ class SettingsError(RefusedError):
     """A recipe or setting that cannot be used; the message names the key and the cure."""
 
 
-class ConnectionLost(RuntimeError):
-    """The hub was there and is gone; the same command may succeed later. Exit code 1, not a refusal."""
+class ToldHowToGoOn(RuntimeError):
+    """Something broke while running, and the message says all: what, why, and how to go on. Exit code 1."""
+
+
+class ConnectionLost(ToldHowToGoOn):
+    """The hub was there and is gone; the same command may succeed later."""
+
+
+class Diverged(ToldHowToGoOn):
+    """A training whose losses or gradients are no numbers any more, or far from those before."""
 
 
 class Stopped(SystemExit):
@@ -36,10 +44,10 @@ def _is_stop(error: BaseException) -> bool:
     return isinstance(error, Stopped) or (isinstance(error, KeyboardInterrupt) and is_default)
 
 
-_CURES = {
+CURES = {
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "free some of the quota there, or have it raised",
-    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`), or name a place on another file system",
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`; some file systems have one of their own)",
     errno.EACCES: "change its mode, or that of its folder, or name another place",
     errno.EPERM: "change its mode, or that of its folder, or name another place",
     errno.EROFS: "name another place",
@@ -49,16 +57,17 @@ _CURES = {
     errno.EISDIR: "name a file",
     errno.ELOOP: "its link leads to itself; name another place",
 }
+"""What would work, by the system's number of an error."""
 
 
 def of_file(error: OSError) -> str:
     """What the system says of a file, of which, and what would work; of what is no file's, its kind and text."""
     is_missing = error.errno == errno.ENOENT
-    if error.filename is None and (error.errno not in _CURES or (is_missing and _is_somewhere())):
+    if error.filename is None and (error.errno not in CURES or (is_missing and _is_somewhere())):
         return named_error(error)  # such as a connection's
     name = str(error.filename or ("the folder that you are in" if is_missing else "standard output, or a file"))
     shown = name if len(name) <= 200 else f"{name[:100]} … {name[-100:]}"
-    cure = _CURES.get(error.errno or 0)
+    cure = CURES.get(error.errno or 0)
     return f"{shown}: {error.strerror or error}" + (f"; {cure}" if cure else "")
 
 

@@ -1,6 +1,5 @@
 """Where rows come from: files, folders, `package.module:function`, saved data sets and hub data sets."""
 
-import asyncio
 import hashlib
 import importlib
 import inspect
@@ -50,6 +49,8 @@ __all__ = [
 # What `save_to_disk` of datasets leaves beside the rows of one data set, or beside the folders of its splits.
 SAVED, SAVED_SPLITS = ("state.json", "dataset_info.json"), ("dataset_dict.json",)
 ACCEPTED = "give a file, a folder, package.module:function, or a hub id such as owner/name"
+_REQUESTS = ("httpx.RequestError", "httpx2.RequestError", "aiohttp.client_exceptions.ClientError")
+"""Errors of requests that had no answer."""
 
 
 class Source(BaseModel):
@@ -351,14 +352,10 @@ def _is_of_connection(error: BaseException | None) -> bool:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None and (status in (408, 429) or status >= 500):
             return True
-        if status is None and isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError):
+        if status is None and isinstance(error, ConnectionError | TimeoutError):
             return True
         # by name: releases of huggingface_hub differ in which of them they come with
         if any(f"{kind.__module__}.{kind.__name__}" in _REQUESTS for kind in type(error).__mro__):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-_REQUESTS = ("httpx.RequestError", "httpx2.RequestError", "aiohttp.client_exceptions.ClientError")
-"""Errors of requests that had no answer."""

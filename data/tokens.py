@@ -244,7 +244,8 @@ def _prompt_ids(tokenizer: Tokenizer, written: list[_Written]) -> Iterator[list[
 
 
 def _response_ids(tokenizer: Tokenizer, written: list[_Written], responses: list[str]) -> list[list[int]]:
-    roles = [_role_ids(tokenizer, prompt.lead) for prompt in written]
+    num_tokens = len(tokenizer)
+    roles = [_role_ids(tokenizer, num_tokens, prompt.lead) for prompt in written]
     rows = zip(written, roles, responses, strict=True)
     texts = [response if role else prompt.lead + response for prompt, role, response in rows]
     found = zip(roles, _text_ids(tokenizer, texts), strict=True)
@@ -252,7 +253,7 @@ def _response_ids(tokenizer: Tokenizer, written: list[_Written], responses: list
 
 
 @lru_cache(maxsize=16)  # most prompts have the same
-def _role_ids(tokenizer: Tokenizer, lead: str) -> tuple[int, ...]:
+def _role_ids(tokenizer: Tokenizer, _: int, lead: str) -> tuple[int, ...]:
     """The ids of a lead that has a role token in it; none of other text, a space say, which is of the first word."""
     ids = _ids(tokenizer, lead)
     return () if ids == _text_ids(tokenizer, lead) else tuple(ids)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf.data.errors import RefusedError, of_file, printable
+from rlhf.data.errors import RefusedError, ToldHowToGoOn, of_file, printable
 from rlhf.pipeline import streams
 from rlhf.pipeline.data_cli import data_app
 from rlhf.pipeline.errors import DEBUG, RunFailed, RunStopped
@@ -98,7 +98,7 @@ def carry_out(arguments: Sequence[str] | None) -> None:
         else:
             _show(error, told(error))
         sys.exit(2)
-    except RunFailed as error:
+    except (RunFailed, ToldHowToGoOn) as error:
         _show(error, str(error))
         sys.exit(1)
     except OSError as error:

@@ -47,18 +47,18 @@ def _too_many(settings: PPOSettings, processes: int, here: int, gpus: int) -> It
 
 
 def uneven(settings: StageSettings, processes: int) -> Iterator[str]:
-    """Batches that the processes cannot share."""
+    """Batches that the processes cannot share. One in tokens is the stage's to check where its blocks are as long as
+    the model that is trained further takes them."""
     batches: list[tuple[str, int, int, int]] = []  # as `why_uneven` takes them
     if isinstance(settings, PPOSettings):
         num, size = settings.num_minibatches, settings.rollout_batch_size
         batches.append(("rollout_batch_size / num_minibatches", size // num, num, settings.num_samples_per_prompt))
         if settings.ptx_data is not None:
             batches.append(("ptx_batch_size", settings.ptx_batch_size, 1, 1))
-    elif isinstance(settings, PretrainSettings) and settings.global_batch_tokens is not None:
-        length = settings.block_size or settings.context_length
-        size = max(settings.global_batch_tokens // length, 1)
-        batches.append(("global_batch_tokens / block_size", size, length, 1))
-    elif isinstance(settings, PretrainSettings | SFTSettings | RewardSettings):
+    elif isinstance(settings, PretrainSettings):
+        if settings.global_batch_tokens is None or settings.block_size is not None or settings.model is None:
+            batches.append((*settings.global_batch(settings.block_size or settings.context_length), 1))
+    elif isinstance(settings, SFTSettings | RewardSettings):
         batches.append(("global_batch_size", settings.global_batch_size, 1, 1))
     for name, size, each, also in batches:
         if problem := why_uneven(f"{settings.stage}.{name}", size, processes, each, also):

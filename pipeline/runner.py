@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import rmtree
 from time import monotonic
 
-from rlhf.data.errors import RefusedError, SettingsError
+from rlhf.data.errors import ConnectionLost, Diverged, RefusedError, SettingsError
 from rlhf.pipeline import gates
 from rlhf.pipeline.clean import Item, alone_in_stages, delete, run_temporaries
 from rlhf.pipeline.errors import RunFailed, RunStopped, begun
@@ -33,7 +33,7 @@ from rlhf.pipeline.summary import (
 )
 from rlhf.stages.alone import alone_in
 from rlhf.stages.artifact import Artifact, remove_temporaries
-from rlhf.stages.checkpoints import newest_checkpoint
+from rlhf.stages.checkpoints import CannotWrite, newest_checkpoint
 from rlhf.stages.disk import replace_text
 from rlhf.stages.evaluation.records import FIGURES
 from rlhf.stages.secrets import mask
@@ -42,6 +42,8 @@ from rlhf.stages.signals import exit_on_signal, handled
 
 SECONDS_FOR_ANOTHER = 40.0
 """Patience with another run in the folder: the stage of a run that was killed may still be saving."""
+_TELL_HOW_TO_GO_ON = [kind.__name__ for kind in (CannotWrite, ConnectionLost, Diverged)]
+"""Each is a `ToldHowToGoOn`, whose text says all."""
 
 
 def run(
@@ -201,9 +203,10 @@ def _train(step: Step, recipe: Recipe, run_dir: Path, entries: dict[str, Entry],
     except Exception as error:
         ended("failed")
         message = mask(str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}")
-        # what cannot be written, and a lost connection, say themselves how to go on
-        on = _log_of(folder)[0] if "run again" in message else f"; {_how_to_go_on(folder)}"
-        raise RunFailed(f"{stage}: {message}{on}") from error
+        kind, _, said = message.partition(": ")  # of a stage with processes of its own, its message alone is known
+        if kind in _TELL_HOW_TO_GO_ON:
+            raise RunFailed(f"{stage}: {said}{_log_of(folder)[0]}") from error
+        raise RunFailed(f"{stage}: {message}; {_how_to_go_on(folder)}") from error
     taken = ended("done")
     entries[stage] = _finished(step, recipe, run_dir, entries[stage])
     write_summary(run_dir, entries)

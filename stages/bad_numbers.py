@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from rlhf.data.errors import Diverged
 from rlhf.stages import checkpoints
 from rlhf.stages.logs import learning_rates
 from rlhf.stages.optimizers import scaled_step
@@ -49,7 +50,7 @@ def leave_out_overflow(scaler: torch.amp.GradScaler | None, numbers: dict[str, f
 
 
 def count_step(run: Runtime[Any], step: int, numbers: Mapping[str, float]) -> bool:
-    """Whether step `step` (from 1) was taken: one that was not is told of and counted; RuntimeError if too many."""
+    """Whether step `step` (from 1) was taken: one that was not is told of and counted; Diverged if too many."""
     taken = all_finite(numbers)
     if not taken:
         tell_skipped(run, f"step {step}", numbers)
@@ -64,7 +65,7 @@ def tell_skipped(run: Runtime[Any], step: str, numbers: Mapping[str, float]) -> 
 
 
 def count_in_a_row(run: Runtime[Any], step: int, taken: bool, because: str) -> None:
-    """Count the steps in a row that were not taken, up to `step` (from 1); RuntimeError at `max_skipped` of them.
+    """Count the steps in a row that were not taken, up to `step` (from 1); Diverged at `max_skipped` of them.
 
     All processes count together.
     """
@@ -72,7 +73,7 @@ def count_in_a_row(run: Runtime[Any], step: int, taken: bool, because: str) -> N
     if in_a_row < run.settings.max_skipped:
         return
     good = run.from_main(lambda: _last_good_checkpoint(run, step - in_a_row))
-    raise RuntimeError(
+    raise Diverged(
         f"{in_a_row} step{'s' * (in_a_row > 1)} in a row {'were' if in_a_row > 1 else 'was'} skipped, the last of them "
         f"step {step} ({because}): training diverged; lower {learning_rates(run.settings.stage)}. {how_to_go_on(good)}"
     )

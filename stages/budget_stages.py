@@ -58,9 +58,7 @@ def _steps(settings: Texts, case: Case) -> tuple[int, int | None]:
 def pretrain(settings: PretrainSettings, case: Case) -> list[Phase]:
     """One step of training; evaluations take less."""
     length = settings.block_size or min(settings.context_length, num_positions(case.config))
-    name, rows, each = "global_batch_size", settings.global_batch_size, 1
-    if settings.global_batch_tokens is not None:
-        name, rows, each = "global_batch_tokens / block_size", max(settings.global_batch_tokens // length, 1), length
+    name, rows, each = settings.global_batch(length)
     share = case.share(f"pretrain.{name}", rows, each)
     size, num = microbatches_of(settings, share)
     compiled = settings.compile and case.is_gpu

@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.data.errors import RefusedError
+from rlhf.data.errors import CURES, RefusedError, ToldHowToGoOn
 from rlhf.stages.artifact import remove_temporaries, temporaries
 from rlhf.stages.disk import file_digests, swap_folder, sync
 
 _STATE = "state.json"
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO)
-_CURES = {
-    errno.EDQUOT: "free some of the quota there, or have it raised",
-    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`; some file systems have one of their own)",
-}
+_OF_A_LIMIT = (errno.EDQUOT, errno.EFBIG)
+"""Those for which free space does not matter."""
 _TELLS = re.compile(r"no space left|quota exceeded|os error (28|122|13|1|30|27|5)\)|PytorchStreamWriter|unexpected pos")
 """What safetensors, tokenizers and torch make of such an error: they keep its text at best."""
 
@@ -51,7 +49,7 @@ class Incomplete(Exception):
     """A checkpoint cannot be gone on from; the text says why."""
 
 
-class CannotWrite(RuntimeError):
+class CannotWrite(ToldHowToGoOn):
     """A file of a stage cannot be written: what, why, and how to go on."""
 
 
@@ -178,10 +176,10 @@ def saying_what_cannot_be_written(folder: Path, what: str | None = None, keep: b
         on = "it starts over" if earlier is None else f"it goes on from step {earlier.step}"
         if number is None and free > taken and _limit() is not None:  # torch says no more than that it could not
             number = errno.EFBIG
-        sizes = f"{needed} needed" if number in _CURES else f"{_mib(free)} free, {needed} needed"
+        sizes = f"{needed} needed" if number in _OF_A_LIMIT else f"{_mib(free)} free, {needed} needed"
         if number == errno.EFBIG and (limit := _limit()) is not None:
             sizes = f"{_mib(limit)} allowed in a file"
-        cure = _CURES.get(number or 0, "free some space, or allow writing there again,")
+        cure = CURES[number] if number in _OF_A_LIMIT else "free some space, or allow writing there again,"
         raise CannotWrite(
             f"{what} could not be written to {folder}: {cause} ({sizes}); {cure} and run again: {on}"
         ) from error

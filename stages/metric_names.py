@@ -24,7 +24,7 @@ NAMES = {
     "score": "score",
     "quality": "quality by the judge",
     "sft_score": "SFT's score",
-    "score_win_rate": "win rate over SFT by the reward model",
+    "score_win_rate": "win rate over SFT by the score",
     "true_quality": "quality by the judge",
     "sft_true_quality": "SFT's quality by the judge",
     "win_rate": "win rate over SFT by the judge",

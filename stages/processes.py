@@ -100,9 +100,10 @@ class Processes:
         assert isinstance(gathered, torch.Tensor)
         return gathered.amax(0)
 
-    def shard(self, indices: list[int]) -> list[int]:
-        """This process's share of some rows; for training steps the shares are equal (`batch_size`)."""
-        return indices[self.rank :: self.num_processes]
+    def shard(self, rows: list[T]) -> list[T]:
+        """This process's share of some rows, or of their numbers; for training steps the shares are equal
+        (`batch_size`)."""
+        return rows[self.rank :: self.num_processes]
 
     def accumulate(self, microbatches: Sequence[Rows], *models: torch.nn.Module) -> Iterator[Rows]:
         """The microbatches of a step, one after the other; gradients are reduced over processes in the backward pass of

@@ -1,30 +1,36 @@
-"""The rows of a stage, read, split and tokenised, in files: one process makes them, and all map them into memory.
+"""The rows of a stage, read, split and tokenised, in files: the main process makes them, and all map them into memory.
 
-They lie in `checkpoints/rows/` of the stage's folder until it is sealed. No process has more of them in memory than it
-asks for, and a stage that goes on does not tokenise them again.
+They lie in `checkpoints/rows/` of the stage's folder until it is sealed. A process then has no more of them in memory
+than it asks for, and a stage that goes on does not tokenise them again.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.report import Report
 from rlhf.data.split import train_and_eval
 from rlhf.stages.checkpoints import saying_what_cannot_be_written
-from rlhf.stages.disk import replace_text, sync
+from rlhf.stages.disk import swap_folder
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings import AnyStage
-from rlhf.stages.together import fill
 
 T = TypeVar("T")
-_LAYOUT = 1
+_LAYOUT = 2
 """Counted up when the same settings and data would give other files than before."""
-_FOUND = "found.json"
+_FOUND, _SIDES = "found.json", ("train.rows", "held_out.rows")
+_AT_ONCE = 250
+"""Rows that are written together."""
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=vars)  # `vars` of our own dataclasses
 
 
 @dataclass
@@ -35,6 +41,8 @@ class RowReader(Generic[AnyStage]):
     said: list[str] = field(default_factory=list)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of each source what was kept of its rows, and what left out and why; the manifest has it."""
+    noted: dict[str, int] = field(default_factory=dict)
+    """What a stage wants to know of its rows when it begins, so that no process reads all of them for it."""
 
     def say(self, text: str) -> None:
         """One line for a person."""
@@ -91,50 +99,75 @@ class RowFile(Sequence[T]):
         return self._of(json.loads(text))
 
     @staticmethod
-    def write(file: Path, rows: Iterable[Any]) -> None:
-        """Write rows to a new file."""
-        ends = [0]
-        with file.open("wb") as out:
-            for row in rows:
-                out.write(json.dumps(row, default=_plain).encode())
-                ends.append(out.tell())
-        np.asarray(ends, np.int64).tofile(_ends_of(file))
+    def write(
+        file: Path, rows: Iterable[Any], writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Write rows to a new file. All that is written, and nothing of what makes the rows, is inside `writing`."""
+        texts, sizes = map(_as_json, rows), [0]
+        while some := list(islice(texts, _AT_ONCE)):
+            with writing(), file.open("ab") as out:
+                out.writelines(some)
+            sizes += map(len, some)
+        with writing():
+            _ends_of(file).write_bytes(np.cumsum(sizes, dtype=np.int64).tobytes())
 
 
 def rows_of(
     run: Runtime[AnyStage], make: Callable[[RowReader[AnyStage]], Iterable[Iterable[T]]], of: Callable[[Any], T]
-) -> tuple[RowFile[T], RowFile[T]]:
-    """The rows of a stage to train on and those held out, of which `make` gives one after the other. One process does
-    that, while the others wait; what its reader is told, all say.
+) -> tuple[RowFile[T], RowFile[T], dict[str, int]]:
+    """The rows of a stage to train on and those held out, of which `make` gives one after the other, and what its
+    reader noted of them. The main process makes them, while the others wait; what its reader is told, all say.
 
-    `of` makes a row of the JSON values that `vars` has of it; what JSON has no word for, a date say, becomes text.
+    `of` makes a row of the JSON values that `vars` has of it.
     """
-    key, folder = [_LAYOUT, run.identity.key, run.settings.max_dropped], run.folder / "checkpoints" / "rows"
-    files = [folder / "train.rows", folder / "held_out.rows"]
-
-    def is_whole(folder: Path) -> bool:
-        try:
-            return bool(json.loads((folder / _FOUND).read_text(encoding="utf-8"))["key"] == key)
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-
-    def finish(folder: Path) -> None:
-        for left in folder.iterdir():
-            left.unlink()
-        reader = RowReader(run.settings)
-        for file, rows in zip(files, make(reader), strict=True):
-            RowFile.write(file, rows)
-        sync([*files, *map(_ends_of, files)])
-        replace_text(folder / _FOUND, json.dumps({"key": key, "said": reader.said, "rows": reader.rows}))
-
-    with saying_what_cannot_be_written(run.folder, "checkpoints/rows"):
-        fill(folder, f"the rows of {run.settings.stage}", run.say, is_whole, finish)
-    found = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+    folder = run.folder / "checkpoints" / "rows"
+    key = [_LAYOUT, run.identity.key, run.settings.max_dropped]
+    found = run.from_main(lambda: _found(folder, key) or _make(run, folder, key, make))
+    missing = [f"rank {run.rank} does not see {file} as rank 0 wrote it" for file in _unlike(folder, found["sizes"])]
+    if missing := run.gather_objects(missing):
+        raise RefusedError(f"{run.settings.stage}: {missing[0]}; put the run folder on a disk that all machines see")
     for text in found["said"]:
         run.say(text)
     run.rows = found["rows"]
-    train, held_out = (RowFile(file, of) for file in files)
-    return train, held_out
+    train, held_out = (RowFile(folder / name, of) for name in _SIDES)
+    return train, held_out, found["noted"]
+
+
+def _found(folder: Path, key: list[Any]) -> dict[str, Any] | None:
+    """What is said of the files in the folder, if they are there, whole, and of these settings and data."""
+    try:
+        found: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+        return found if found["key"] == key and not _unlike(folder, found["sizes"]) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _make(
+    run: Runtime[AnyStage],
+    folder: Path,
+    key: list[Any],
+    make: Callable[[RowReader[AnyStage]], Iterable[Iterable[Any]]],
+) -> dict[str, Any]:
+    """Have the rows made, and write their files aside; the folder is put in its place once it is whole."""
+    aside, reader = folder.with_name(f".{folder.name}.writing"), RowReader(run.settings)
+    writing = partial(saying_what_cannot_be_written, run.folder, "checkpoints/rows")
+    with writing():
+        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
+        aside.mkdir(parents=True)
+    for name, rows in zip(_SIDES, make(reader), strict=True):
+        RowFile.write(aside / name, rows, writing)
+    with writing():
+        sizes = {path.name: path.stat().st_size for path in aside.iterdir()}
+        found = {"key": key, "sizes": sizes, "said": reader.said, "rows": reader.rows, "noted": reader.noted}
+        (aside / _FOUND).write_text(json.dumps(found), encoding="utf-8")
+        swap_folder(aside, folder)
+    return found
+
+
+def _unlike(folder: Path, sizes: dict[str, int]) -> list[Path]:
+    """Files that are not there, or have another size."""
+    files = {folder / name: size for name, size in sizes.items()}
+    return [file for file, size in files.items() if not file.is_file() or file.stat().st_size != size]
 
 
 def _ends_of(file: Path) -> Path:
@@ -142,6 +175,5 @@ def _ends_of(file: Path) -> Path:
     return file.with_suffix(".ends")
 
 
-def _plain(value: Any) -> Any:
-    """What JSON is given for what it does not know."""
-    return vars(value) if is_dataclass(value) else str(value)
+def _as_json(row: Any) -> bytes:
+    return _ENCODER.encode(row).encode("utf-8", "surrogatepass")  # which `json.loads` reads

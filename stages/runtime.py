@@ -170,7 +170,8 @@ class Runtime(Processes, Generic[AnyStage]):
         if num_rows < size:
             if num_rows % number:
                 even = num_rows - num_rows % number
-                cure = f"set it to {even}" if even else f"use {num_rows} of them at most"
+                setting = f"{self.settings.stage}.{name.split()[0]}"
+                cure = f"set {setting}={even * each}" if even else f"use {num_rows} of them at most"
                 raise RefusedError(
                     f"{self.settings.stage}.{name}: there are {num_rows} rows for a step of {size}, which {number} "
                     f"processes cannot share evenly; {cure}"

@@ -6,14 +6,20 @@ that they are gone with the process that held them; they are waited for as long 
 says so.
 """
 
+import errno
 import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
+from typing import IO
+
+from rlhf.data.errors import RefusedError
 
 PATIENCE = 2.0
 """Seconds of silence."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What a file system says that has none."""
 
 Pieces = Callable[[Path], None]
 """Does the pieces of a folder that are not done and that nobody is at (`claimed`)."""
@@ -51,7 +57,7 @@ def claimed(file: Path) -> Iterator[bool]:
     """Whether `file` is for this process to make: it is not there, and nobody else is making it."""
     with file.with_name(f"{file.name}.lock").open("a+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
@@ -63,13 +69,26 @@ def _locked(path: Path, how: int, tell: Callable[[], None]) -> Iterator[None]:
     """Hold a lock; `tell` is called, once and from another thread, where it is waited for that long."""
     with path.open("a+") as file:  # NFS wants it open to read for a shared lock, and to write for the other
         try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
+            _flock(file, how | fcntl.LOCK_NB)
         except BlockingIOError:
             timer = Timer(PATIENCE, tell)
             timer.daemon = True
             timer.start()
             try:
-                fcntl.flock(file, how)
+                _flock(file, how)
             finally:
                 timer.cancel()
         yield
+
+
+def _flock(file: IO[str], how: int) -> None:
+    """Lock a file. Without locks several processes would write the same, hence RefusedError where there are none."""
+    try:
+        fcntl.flock(file, how)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise RefusedError(
+            f"{Path(file.name).parent}: its file system has no locks ({error.strerror}), and processes that share this "
+            "folder need them; mount it with locks (Lustre: -o flock), or use a run folder on another disk"
+        ) from None

@@ -161,7 +161,7 @@ VERDICTS: dict[str, Diagnosis] = {
         "Set ppo.overlong_buffer, raise ppo.kl_coef, and balance the reward model's rankings by length.",
     ),
     "ppo.raised_the_score": Diagnosis(
-        "By the reward model's own opinion, which PPO optimised, a rise is no proof: it rises in a broken run, too.",
+        "That the score says so, which PPO optimised, is no proof: it rises in a broken run, too.",
         "The score rises with the KL; nothing else judges.",
         "Name a judge (judge: module:function, or `rlhf eval` with one), or read the answers below, the largest gains "
         "first.",

@@ -146,7 +146,7 @@ def _pair(pair: dict[str, Any]) -> dict[str, Any]:
     controlled, interval = pair["length_controlled"], pair["length_controlled_interval"]
     return {
         "title": f"{MODELS[pair['one']]} over {MODELS[pair['other']]}",
-        "by": {"judge": "the judge", "score": "the reward model"}[pair["by"]],
+        "by": {"judge": "the judge", "score": "the score"}[pair["by"]],
         "wins": pair["wins"], "ties": pair["ties"], "losses": pair["losses"],
         "win_rate": pair["win_rate"], "interval": pair["interval"],
         "at_equal_length": None if controlled is None else share(controlled)

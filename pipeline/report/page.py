@@ -193,7 +193,7 @@ def _rounds(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
             "its gain": _gain(before, quality),
             "win rate by the judge": metric(ppo.get("win_rate"), "win_rate"),
             "gain in score": _gain(ppo.get("sft_score"), ppo.get("score")),
-            "win rate by the reward model": metric(ppo.get("score_win_rate"), "score_win_rate"),
+            "win rate by the score": metric(ppo.get("score_win_rate"), "score_win_rate"),
             "KL": number(ppo.get("kl")),
         })  # fmt: skip
         before = quality

@@ -191,8 +191,8 @@ def load_reward_model(
         raise SettingsError(f"{where}: {error}") from error
     if hand_over(tokenizer, scalar.classifier) != ours:
         return ModelReward(name, scalar, weight, tokenizer, reference)
-    longest = settings.max_prompt_length + settings.max_new_tokens
-    check_positions(f"{where}: ppo.max_prompt_length + ppo.max_new_tokens", longest, scalar.classifier)
+    lengths, longest = settings.longest()
+    check_positions(f"{where}: {lengths}", longest, scalar.classifier)
     return ModelReward(name, scalar, weight, None, reference)
 
 

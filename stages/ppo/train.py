@@ -29,7 +29,7 @@ from rlhf.stages.ppo.evaluate import Evaluator
 from rlhf.stages.ppo.health import Finding, Health
 from rlhf.stages.ppo.layout import keep_policy, load_roles, prepare, put_in_place, save_critic
 from rlhf.stages.ppo.objective import AdaptiveKL
-from rlhf.stages.ppo.prompts import Asked, encode_prompts, read_rows
+from rlhf.stages.ppo.prompts import Asked, encode_rows, read_rows
 from rlhf.stages.ppo.rollout import Rollout, collect, give_room, policy_engine
 from rlhf.stages.ppo.selection import Selection
 from rlhf.stages.ppo.shaping import importance_weights, shaped_scores, targets
@@ -52,16 +52,15 @@ def train(folder: str | Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(settings.model)
     run = Runtime(settings, folder)
     run.num_steps = settings.num_iterations
-    prompts, eval_prompts = rows_of(
+    prompts, eval_prompts, _ = rows_of(
         run,
-        lambda reader: (encode_prompts(reader, tokenizer, rows) for rows in read_rows(reader)),
+        lambda reader: (encode_rows(reader, tokenizer, rows) for rows in read_rows(reader)),
         Asked.of,
     )
     roles = load_roles(run, tokenizer)
     rewards, reference = roles.rewards, roles.reference
     rewards.check_prompts(asked.prompt for asked in chain(prompts, eval_prompts))
-    longest = settings.max_prompt_length + settings.max_new_tokens
-    check_sampled("ppo.max_prompt_length + ppo.max_new_tokens", longest, roles.policy.model)
+    check_sampled(*settings.longest(), roles.policy.model)
     policy, critic, *optimizers = prepare(run, roles)
     per_prompt = settings.num_samples_per_prompt
     batch_size = settings.rollout_batch_size

@@ -205,6 +205,12 @@ class PretrainSettings(StageSettings):
         chosen = {name: getattr(self, name) for name in PARTS if getattr(self, name) is not None}
         return _OWN_PARTS[self.architecture] | chosen
 
+    def global_batch(self, block_size: int) -> tuple[str, int, int]:
+        """Name and value, in blocks, of the setting that says how large a step is, and what it counts for a block."""
+        if self.global_batch_tokens is None:
+            return "global_batch_size", self.global_batch_size, 1
+        return "global_batch_tokens / block_size", max(self.global_batch_tokens // block_size, 1), block_size
+
     def inputs(self) -> dict[str, str | None]:
         """The model to train further, or a tokenizer that is taken as it is, if there is one."""
         if self.model is not None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from rlhf.data.collate import Blocks, document_mask
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import Diverged, SettingsError
 from rlhf.stages.bad_numbers import how_to_go_on
 from rlhf.stages.checkpoints import newest_checkpoint
 from rlhf.stages.disk import copy_folder
@@ -44,7 +44,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     run.num_steps = settings.num_steps
     corpus = prepare(run)
     tokenizer, eos = corpus.tokenizer, corpus.tokenizer.eos_token_id
-    name, size, each = global_batch(settings, corpus.block_size)
+    name, size, each = settings.global_batch(corpus.block_size)
     batch_size = run.batch_size(name, size, len(corpus.rows), each)
     model = make_model(settings, tokenizer, spread=run.sharding is not None)
     prompts = sample_prompts(settings, model, tokenizer)
@@ -101,13 +101,6 @@ def train(folder: str | Path) -> dict[str, Any]:
             break
     run.on_main(lambda: copy_folder(folder / "checkpoints" / "best", folder / "model"))
     return run.finish(final_metrics(run, model, tokenizer), hand_over(tokenizer, model))
-
-
-def global_batch(settings: PretrainSettings, block_size: int) -> tuple[str, int, int]:
-    """Name and value, in blocks, of the setting that says how large a step is, and what it counts for a block."""
-    if settings.global_batch_tokens is None:
-        return "global_batch_size", settings.global_batch_size, 1
-    return "global_batch_tokens / block_size", max(settings.global_batch_tokens // block_size, 1), block_size
 
 
 def make_optimizers(model: PreTrainedModel, settings: PretrainSettings) -> list[torch.optim.Optimizer]:
@@ -205,13 +198,13 @@ def inputs_of(run: Runtime[PretrainSettings], blocks: Tensor, eos: int) -> dict[
 
 
 def go_back(run: Runtime[PretrainSettings], health: Health, fault: str | None) -> int:
-    """Load the last checkpoint, data order moved on; returns its step. Raises RuntimeError when that was enough."""
+    """Load the last checkpoint, data order moved on; returns its step. Raises Diverged when that was enough."""
     lost = dict(run.state)
     cure = "training diverged; lower pretrain.learning_rate"
     if len(lost["rollbacks"]) >= run.settings.max_rollbacks:
         newest = run.from_main(lambda: newest_checkpoint(run.folder))
         to_go_on = how_to_go_on(newest.step if newest else None)
-        raise RuntimeError(f"{fault}, after going back {len(lost['rollbacks'])} times: {cure}. {to_go_on}")
+        raise Diverged(f"{fault}, after going back {len(lost['rollbacks'])} times: {cure}. {to_go_on}")
     back = run.go_back()
     if back is None:
         raise RuntimeError(f"{fault}, and no checkpoint to go back to: {cure}, or pretrain.save_every")
@@ -226,7 +219,7 @@ def validation_loss(run: Runtime[PretrainSettings], loss_of: NextTokenLoss, rows
     loss_of.eval()
     total = torch.zeros(2, dtype=torch.float64)
     with gathered(loss_of):
-        for some in run.chunks(len(rows), run.settings.global_batch_size):
+        for some in run.chunks(len(rows), run.settings.global_batch(rows.length)[1]):
             blocks = rows[some]
             doing("evaluation", blocks)
             with run.accelerator.autocast():

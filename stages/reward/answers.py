@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.data.errors import SettingsError
 from rlhf.data.rows import Messages, Ranking, prompt_key, prompt_text
 from rlhf.data.tokens import answer_texts, encode_prompts
+from rlhf.stages.checkpoints import saying_what_cannot_be_written
 from rlhf.stages.disk import replace_text, sync
 from rlhf.stages.endpoint import ChatModel
 from rlhf.stages.engines.choice import make_engine
@@ -20,6 +22,7 @@ from rlhf.stages.judge import judge_answers
 from rlhf.stages.models import load_policy
 from rlhf.stages.out_of_memory import doing
 from rlhf.stages.reward.config import RewardSettings
+from rlhf.stages.row_files import RowReader
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.text_limits import stops_of
 
@@ -29,11 +32,16 @@ AT_ONCE = 128  # answers sampled together by each process
 
 
 def add_sampled_answers(
-    run: Runtime[RewardSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Ranking], eval_rows: list[Ranking]
+    run: Runtime[RewardSettings],
+    tokenizer: PreTrainedTokenizerBase,
+    reader: RowReader[RewardSettings],
+    rows: list[Ranking],
+    eval_rows: list[Ranking],
 ) -> None:
     """Add `num_sampled_answers` per prompt and let the judge rank all; noise goes into training ranks only.
 
-    The result lies in answers.jsonl of the stage's folder, so that a resumed run trains on the same answers.
+    The result lies in answers.jsonl of the stage's folder, so that a resumed run trains on the same answers; so does
+    what the reader of the rows was told, so that they need not be read again.
     """
     settings = run.settings
     assert settings.judge is not None
@@ -43,18 +51,20 @@ def add_sampled_answers(
         replace(row, responses=_distinct([*row.responses, *more]), ranks=[], strengths=None)
         for row, more in zip([*rows, *eval_rows], sampled, strict=True)
     ]
-    run.on_main(
-        lambda: _write(
-            run.folder / ANSWERS,
-            judged(judge, grown[: len(rows)], settings.judge_noise, settings.seed),
-            judged(judge, grown[len(rows) :], 0.0, settings.seed),
-        )
-    )
+    if run.is_main:
+        train = judged(judge, grown[: len(rows)], settings.judge_noise, settings.seed)
+        held_out = judged(judge, grown[len(rows) :], 0.0, settings.seed)
+        with saying_what_cannot_be_written(run.folder, ANSWERS):
+            _write(run.folder / ANSWERS, reader, train, held_out)
+    run.wait_for_all()
 
 
-def with_sampled_answers(folder: Path) -> tuple[list[Ranking], list[Ranking]]:
-    """Training and held-out rankings as `add_sampled_answers` left them."""
+def read_answers(reader: RowReader[RewardSettings], folder: Path) -> tuple[list[Ranking], list[Ranking]]:
+    """Training and held-out rankings as `add_sampled_answers` left them; `reader` is told what its reader was."""
     lines = [json.loads(line) for line in (folder / ANSWERS).read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        reader.said += line.get("said", [])
+        reader.rows |= line.get("rows", {})
     train, held_out = ([Ranking(**line[side]) for line in lines if side in line] for side in ("train", "eval"))
     return train, held_out
 
@@ -164,6 +174,7 @@ def _distinct(texts: list[str]) -> list[str]:
     return [text for text in dict.fromkeys(texts) if text.strip()]
 
 
-def _write(path: Path, rows: list[Ranking], eval_rows: list[Ranking]) -> None:
-    lines = [{"train": asdict(row)} for row in rows] + [{"eval": asdict(row)} for row in eval_rows]
+def _write(path: Path, reader: RowReader[RewardSettings], rows: list[Ranking], eval_rows: list[Ranking]) -> None:
+    lines: list[dict[str, Any]] = [{"said": reader.said, "rows": reader.rows}]
+    lines += [{"train": asdict(row)} for row in rows] + [{"eval": asdict(row)} for row in eval_rows]
     replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -5,7 +5,7 @@ Run by hand: `accelerate launch -m rlhf.stages.reward FOLDER`, where FOLDER hold
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from rlhf.stages.optimizers import adamw, learning_rate_at, set_learning_rate, t
 from rlhf.stages.out_of_memory import doing, explained, weights_in_memory, within_memory
 from rlhf.stages.packing import MULTIPLE, as_written, packs_here, reads_packs
 from rlhf.stages.profile import cost_of
-from rlhf.stages.reward.answers import ANSWERS, SAMPLED, add_sampled_answers, judged, with_sampled_answers
+from rlhf.stages.reward.answers import ANSWERS, SAMPLED, add_sampled_answers, judged, read_answers
 from rlhf.stages.reward.batches import Batch, Ranked, collate, encode_rows, padded, passes
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.reward.evaluate import (
@@ -65,13 +65,10 @@ def train(folder: str | Path) -> dict[str, Any]:
     run = Runtime(settings, folder)
     if settings.num_sampled_answers:
         if not (folder / ANSWERS).exists():
-            add_sampled_answers(run, tokenizer, *read_rows(RowReader(settings)))
+            reader = RowReader(settings)
+            add_sampled_answers(run, tokenizer, reader, *read_rows(reader))
         run.on_main(lambda: (folder / SAMPLED).unlink(missing_ok=True))  # a kill may have left it beside the answers
-    data, eval_data = rows_of(
-        run,
-        lambda reader: (encode_rows(reader, tokenizer, rows) for rows in ranked_rows(reader, folder)),
-        Ranked.of,
-    )
+    data, eval_data, noted = rows_of(run, lambda reader: make_rows(reader, tokenizer, folder), Ranked.of)
     refuse_nothing_to_measure(eval_data)
     others = scores_of_others(run, eval_data)
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(data))
@@ -97,12 +94,11 @@ def train(folder: str | Path) -> dict[str, Any]:
     optimizer = adamw(trained(model).values(), settings.learning_rate, settings.weight_decay)
     model, optimizer = run.accelerator.prepare(model, optimizer)
     pad = tokenizer.pad_token_id
-    num_prompts = len({prompt_key(row.prompt) for row in data})
     run.say(
-        f"{num_prompts} prompts with {len(data)} rankings of {sum(len(row.answers) for row in data)} answers; "
-        f"{len({prompt_key(row.prompt) for row in eval_data})} prompts with {len(eval_data)} rankings held out"
+        f"{noted['prompts']} prompts with {len(data)} rankings of {noted['answers']} answers; "
+        f"{noted['held_out_prompts']} prompts with {len(eval_data)} rankings held out"
     )
-    if settings.margin_scale and all(row.strengths is None for row in data):
+    if settings.margin_scale and not noted["strengths"]:
         run.say("reward.margin_scale has no effect: no answer in the data has a strength")
     start, late = run.resume(), Late(run)
     for step in range(start, run.num_steps):
@@ -110,9 +106,9 @@ def train(folder: str | Path) -> dict[str, Any]:
             step, run.num_steps, settings.learning_rate, math.ceil(settings.warmup_share * run.num_steps), 0.1
         )
         set_learning_rate(optimizer, learning_rate)
-        places = batch_indices(len(data), batch_size, step, settings.seed)
-        late.add(step + 1, optimise(run, model, optimizer, [data[i] for i in places], pad, lm_head, multiple))
-        read = [len(answer.input_ids) for i in run.shard(places) for answer in data[i].answers]
+        batch = [data[i] for i in batch_indices(len(data), batch_size, step, settings.seed)]
+        late.add(step + 1, optimise(run, model, optimizer, batch, pad, lm_head, multiple))
+        read = [len(answer.input_ids) for ranked in run.shard(batch) for answer in ranked.answers]
         lengths = torch.tensor(read, dtype=torch.float64)
         run.count_tokens(int(lengths.sum()))
         run.phases.count("update", float(lengths.sum()), flops=cost.learning(lengths, torch.zeros_like(lengths)))
@@ -139,7 +135,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     metrics = {
         **grades,
         "longer_wins_accuracy": longer_wins_accuracy(eval_data),
-        "num_prompts": num_prompts,
+        "num_prompts": noted["prompts"],
         "score_mean": scorer.mean,
         "score_std": scorer.std,
     }
@@ -301,9 +297,30 @@ def read_rows(reader: RowReader[RewardSettings]) -> tuple[list[Ranking], list[Ra
 def ranked_rows(reader: RowReader[RewardSettings], folder: Path) -> tuple[list[Ranking], list[Ranking]]:
     """The same as they are learned from: with sampled answers, held-out ones as the judge ranks them."""
     settings = reader.settings
-    rows, eval_rows = read_rows(reader)
     if settings.num_sampled_answers:
-        return with_sampled_answers(folder)
+        return read_answers(reader, folder)
+    rows, eval_rows = read_rows(reader)
     if settings.judge:
         eval_rows = judged(settings.judge, eval_rows, noise=0.0, seed=settings.seed)
     return rows, eval_rows
+
+
+def make_rows(
+    reader: RowReader[RewardSettings], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> Iterator[Iterator[Ranked]]:
+    """Token ids of training and held-out rankings."""
+    rows, eval_rows = ranked_rows(reader, folder)
+    yield noting(reader, "", encode_rows(reader, tokenizer, rows))
+    yield noting(reader, "held_out_", encode_rows(reader, tokenizer, eval_rows))
+
+
+def noting(reader: RowReader[RewardSettings], side: str, rows: Iterable[Ranked]) -> Iterator[Ranked]:
+    """The rows; how many prompts and answers they have, and how many of them strengths, is noted."""
+    prompts, num_answers, num_with_strengths = set(), 0, 0
+    for row in rows:
+        prompts.add(prompt_key(row.prompt))
+        num_answers += len(row.answers)
+        num_with_strengths += row.strengths is not None
+        yield row
+    found = {"prompts": len(prompts), "answers": num_answers, "strengths": num_with_strengths}
+    reader.noted |= {f"{side}{name}": number for name, number in found.items()}

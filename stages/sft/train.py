@@ -5,7 +5,6 @@ Run by hand: `accelerate launch -m rlhf.stages.sft FOLDER`, where FOLDER holds a
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     run = Runtime(settings, folder)
     if problem := settings.why_no_liger(run.device.type == "cuda"):
         raise RefusedError(problem)
-    encoded, eval_encoded = rows_of(
+    encoded, eval_encoded, noted = rows_of(
         run,
         lambda reader: (encode_rows(reader, tokenizer, rows) for rows in read_rows(reader)),
         lambda row: Encoded(**row),
@@ -51,8 +50,7 @@ def train(folder: str | Path) -> dict[str, Any]:
     run.say(f"{len(encoded)} demonstrations, {len(eval_encoded)} held out")
     model = load_policy(settings.model, tokenizer, spread=run.sharding is not None)
     check_positions("sft.max_length", settings.max_length, model)
-    longest = max(len(row.input_ids) for row in chain(encoded, eval_encoded))
-    trainer = build_trainer(run, model, tokenizer, encoded, batch_size, longest)
+    trainer = build_trainer(run, model, tokenizer, encoded, batch_size, noted["longest"])
     trained, reading = trainer.model, trainer.reading
     if settings.packing and not reading.packed:
         run.say("sft.packing has no effect: this model, or its attention on this device, does not keep rows apart")
@@ -102,11 +100,13 @@ def read_rows(reader: RowReader[SFTSettings]) -> tuple[list[Demonstration], list
 def encode_rows(
     reader: RowReader[SFTSettings], tokenizer: PreTrainedTokenizerBase, rows: list[Demonstration]
 ) -> Iterator[Encoded]:
-    """Token ids of the rows that fit; the others are counted aloud, and none left is an error."""
+    """Token ids of the rows that fit, of which the longest is noted; the others are counted aloud, and none left is an
+    error."""
     max_length, num_kept = reader.settings.max_length, 0
     for encoded in encode_examples(tokenizer, ((row.prompt, row.response) for row in rows), max_length):
         if encoded is not None:
             num_kept += 1
+            reader.noted["longest"] = max(reader.noted.get("longest", 0), len(encoded.input_ids))
             yield encoded
     too_long = len(rows) - num_kept
     reader.count("tokenised", num_kept, len(rows), {"longer than max_length": too_long})

@@ -86,9 +86,10 @@ class CheckpointedTrainer(SFTTrainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, int], *_: Any) -> Tensor:
         """Gradients of this process's share of a step; its loss gets into the log when the step is taken."""
         run, read = self.run, super().training_step
-        batch = batch_indices(len(self.rows), self.batch_size, inputs["step"], run.settings.seed)
-        num_tokens = sum(num_targets(self.rows[i]) for i in batch)  # over all processes: each weighs the same
-        rows = [self.rows[i] for i in run.shard(batch)]
+        places = batch_indices(len(self.rows), self.batch_size, inputs["step"], run.settings.seed)
+        batch = [self.rows[i] for i in places]
+        num_tokens = sum(map(num_targets, batch))  # over all processes: each weighs the same
+        rows = run.shard(batch)
 
         def gradients() -> Tensor:
             losses, self.correct = [], []

@@ -96,6 +96,7 @@ def test_a_download_that_breaks_off_is_no_refusal(monkeypatch: pytest.MonkeyPatc
         except Exception as cause:
             raise LocalEntryNotFoundError("not in the cache") from cause
 
+    assert hasattr(datasets.DatasetBuilder, download_and_prepare.__name__)  # by which it is known
     failing: list[Exception] = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: download_and_prepare(failing.pop()))
     for error in (TimeoutError("too slow"), answering(503), answering(429)):

@@ -99,6 +99,13 @@ def test_a_token_that_is_added_later_stays_text_too(any_tokenizer: Any) -> None:
         assert any_tokenizer.convert_tokens_to_ids("<new>") not in encode_prompt(any_tokenizer, ask(text))
 
 
+def test_a_role_token_that_is_added_later_begins_each_answer_too(build_tokenizer: Any) -> None:
+    tokenizer = build_tokenizer(roles=False, chat_template=WITH_TOKENS)
+    encode_response(tokenizer, ask("x"), "y")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|assistant|>"]})
+    assert encode_response(tokenizer, ask("x"), "y")[0] == tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+
 def test_ids_that_are_changed_change_no_other_row(any_tokenizer: Any) -> None:
     first, second = encode_prompts(any_tokenizer, [ask(SPELT)] * 2)
     first.append(-1)

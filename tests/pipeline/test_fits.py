@@ -11,6 +11,7 @@ from rlhf.data.errors import SettingsError
 from rlhf.pipeline import preflight, runner
 from rlhf.pipeline.fits import misfits, uneven
 from rlhf.pipeline.recipe import load_recipe
+from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.sft import config
 
 RUN = Path("run")
@@ -152,3 +153,20 @@ def test_the_cure_for_an_uneven_batch_is_an_override_that_works(
 
     assert said() == [f"{found} cannot be shared evenly by {processes} processes; use a multiple: {cure}"]
     assert said(cure) == []
+
+
+def test_blocks_as_long_as_a_model_takes_them_are_left_to_the_stage(world: Path) -> None:
+    """Of 2,048 tokens a model with 512 positions makes four blocks, though context_length would make two."""
+
+    def settings(*more: str) -> PretrainSettings:
+        found = load_recipe("recipe.yaml", ["pretrain.model=./base", *more]).section("pretrain")
+        assert isinstance(found, PretrainSettings)
+        return found
+
+    tokens = "pretrain.global_batch_tokens=2048"
+    assert settings(tokens).global_batch(512) == ("global_batch_tokens / block_size", 4, 512)
+    assert list(uneven(settings(tokens), 4)) == []
+    [problem] = uneven(settings(tokens, "pretrain.block_size=1024"), 4)
+    assert problem.startswith("pretrain.global_batch_tokens / block_size: 2 cannot be shared evenly by 4 processes")
+    [problem] = uneven(settings("pretrain.global_batch_size=6"), 4)
+    assert problem.startswith("pretrain.global_batch_size: 6 cannot be shared evenly by 4 processes")

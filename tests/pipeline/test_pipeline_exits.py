@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,21 @@ def test_a_mistake_of_ours_ends_with_code_1(
     monkeypatch.setattr("rlhf.pipeline.plan.make_plan", lambda *_: {}["oops"])
     code, _, err = rlhf("plan", "recipe.yaml")
     assert (code, err) == (1, "error: KeyError: 'oops' (--debug shows where)\n")
+
+
+def test_a_connection_that_is_lost_is_no_mistake_of_ours(
+    world: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    def load_dataset(*_: object, **__: object) -> Iterator[dict[str, str]]:
+        yield {"prompt": "p"}
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    code, _, err = rlhf("data", "check", "owner/set", "--as", "prompts")
+    said = "error: owner/set: the connection to the hub was lost while it was read (gone); run again\n"
+    assert (code, err) == (1, said)
 
 
 def raising(error: BaseException) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import pytest
 from pipeline_world import FakeStages, contents, write_rows
 
 from rlhf.data.documents import Documents
-from rlhf.data.errors import DataError, RefusedError, SettingsError
+from rlhf.data.errors import ConnectionLost, DataError, Diverged, RefusedError, SettingsError
 from rlhf.pipeline import lock, runner
 from rlhf.pipeline.errors import RunFailed
 from rlhf.pipeline.lock import held
@@ -254,20 +254,33 @@ def test_only_a_complete_checkpoint_is_gone_on_from(world: Path, stages: FakeSta
         run()
 
 
-def test_what_says_itself_how_to_go_on_is_not_told_it_twice(world: Path, stages: FakeStages) -> None:
+@pytest.mark.parametrize("kind", [CannotWrite, ConnectionLost, Diverged])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_says_itself_how_to_go_on_is_not_told_it_twice(
+    world: Path, stages: FakeStages, kind: type[Exception], processes: int
+) -> None:
     said = "the model could not be written: File too large; raise the limit and run again: it goes on from step 7"
 
     def break_after_step_7(folder: Path) -> None:
         (clear(folder) / "weights").write_text("abc")
         swap_in(folder, 7, processes=1, device="cpu", state={})
-        raise CannotWrite(said)
+        raise kind(said) if processes == 1 else RunFailed(f"{kind.__name__}: {said}")  # as `launch` tells it
 
     stages.in_stage["sft"] = break_after_step_7
     with pytest.raises(RunFailed) as failed:
         run()
-    assert str(failed.value).startswith(f"sft: CannotWrite: {said} (traceback in run/sft-")
+    assert str(failed.value).startswith(f"sft: {said} (traceback in run/sft-")
     assert str(failed.value).count("run again") == 1
     assert str(failed.value).count("step 7") == 1
+
+
+def test_a_function_that_says_run_again_is_told_how_to_go_on_all_the_same(world: Path, stages: FakeStages) -> None:
+    def breaks(folder: Path) -> None:
+        raise ValueError("reward mine: it raised TimeoutError: the server is busy, run again later")
+
+    stages.in_stage["sft"] = breaks
+    with pytest.raises(RunFailed, match=r"sft: ValueError: reward mine: .*later; no checkpoint yet .*; correct it and"):
+        run()
 
 
 def test_a_run_that_waits_for_another_says_so_at_once(

@@ -108,7 +108,7 @@ def test_the_card_of_a_stage_has_the_sign_of_its_verdict(tmp_path: Path) -> None
     shown = words(page(run_dir))
     assert "PPO ! raised the score 0.100 → 1.50 score, against SFT; 100 prompts, at the end of the ppo stage" in shown
     assert "✓" not in shown.partition("Status")[0]
-    assert "win rate over SFT by the reward model 0.90 ties count half" in shown
+    assert "win rate over SFT by the score 0.90 ties count half" in shown
 
 
 def test_functions_that_give_the_score_are_named_in_the_verdict(tmp_path: Path) -> None:

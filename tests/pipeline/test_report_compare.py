@@ -109,7 +109,7 @@ def test_the_page_shows_verdicts_curves_and_common_prompts(runs: tuple[Path, Pat
 def test_scores_of_different_reward_models_are_not_compared(runs: tuple[Path, Path]) -> None:
     for run_dir in runs:
         write_lines(run_dir / "ppo-0123abcd" / "samples.jsonl", [SAMPLE | {"ppo": f"In {run_dir.name}."}])
-    assert "reward models of their own, whose scores do not compare" in words(Comparison(runs).page())
+    assert "scores are not all of one reward model, so they do not compare" in words(Comparison(runs).page())
     for run_dir in runs:
         path = run_dir / "ppo-0123abcd" / "manifest.json"
         made = json.loads(path.read_text(encoding="utf-8")) | {"inputs": {"reward_model": "beef"}}

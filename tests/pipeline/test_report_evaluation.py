@@ -71,9 +71,9 @@ def test_the_full_form_shows_win_rates_with_intervals_and_the_alignment_tax(tmp_
 def test_a_win_rate_at_equal_length_that_is_not_known_is_a_dash(tmp_path: Path) -> None:
     unknown = PAIR | {"by": "score", "length_controlled": None, "length_controlled_interval": None}
     shown = words(page(evaluated(tmp_path / "one", FULL | {"pairs": [unknown, PAIR]})))
-    assert "PPO over SFT the reward model 70 10 20 0.75 (0.66 to 0.83) – PPO over SFT the judge" in shown
+    assert "PPO over SFT the score 70 10 20 0.75 (0.66 to 0.83) – PPO over SFT the judge" in shown
     shown = words(page(evaluated(tmp_path / "none", FULL | {"pairs": [unknown]})))
-    assert "half dotted PPO over SFT the reward model 70 10 20 0.75 (0.66 to 0.83) What the win rates" in shown
+    assert "half dotted PPO over SFT the score 70 10 20 0.75 (0.66 to 0.83) What the win rates" in shown
 
 
 def test_an_evaluation_of_fewer_prompts_says_that_the_verdict_rests_on_others(tmp_path: Path) -> None:

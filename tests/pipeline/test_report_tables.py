@@ -69,7 +69,7 @@ def test_rounds_are_held_against_the_round_before_where_a_judge_gives_qualities(
 def test_rounds_that_people_rate_show_what_can_be_said(tmp_path: Path) -> None:
     one = {"score": 0.5, "sft_score": 0.25, "score_win_rate": 0.6, "kl": 2.0}
     shown = with_rounds(tmp_path, one, one | {"score": 1.0})
-    assert "round rankings accuracy of the reward model gain in score win rate by the reward model KL" in shown
+    assert "round rankings accuracy of the reward model gain in score win rate by the score KL" in shown
     assert "1 12 0.75 +0.250 0.60 2.00 2 12 0.75 +0.750 0.60 2.00" in shown
     assert "No judge says how good the answers are" in shown
     assert "–" not in shown

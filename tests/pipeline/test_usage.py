@@ -62,8 +62,8 @@ def test_no_command_is_listed_with_half_a_sentence(
         ),
         (
             OSError(errno.EFBIG, "File too large"),
-            "standard output, or a file: File too large; raise the limit on the size of a file (`ulimit -f`), or name "
-            "a place on another file system",
+            "standard output, or a file: File too large; raise the limit on the size of a file (`ulimit -f`; some "
+            "file systems have one of their own)",
         ),
         (
             OSError(28, "No space left on device"),

@@ -265,7 +265,7 @@ def test_a_card_tells_who_found_ppo_s_answers_better_on_how_many_prompts_and_how
 
     assert figures().strip().splitlines()[2:] == [
         "| win rate over SFT by the judge | 0.75 (20 prompts, 95 % interval 0.53 to 0.89) |",
-        "| win rate over SFT by the reward model | 1.00 (20 prompts, 95 % interval 0.83 to 1.00) |",
+        "| win rate over SFT by the score | 1.00 (20 prompts, 95 % interval 0.83 to 1.00) |",
         "| KL from SFT, nats per response | 2.50 |",
         "| prompts held out | 20 |",
         "",

@@ -14,11 +14,12 @@ from test_train import Chain, Killed, assert_same, at_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.data.collate import document_mask
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import Diverged, RefusedError, SettingsError
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.pretrain import train as stage
 from rlhf.stages.pretrain.model import flops_per_token, make_model
 from rlhf.stages.pretrain.objective import NextTokenLoss
+from rlhf.stages.runtime import Runtime
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -171,7 +172,7 @@ def test_how_often_it_is_logged_changes_no_skipped_step_and_no_way_back(tmp_path
 
 def test_it_gives_up_after_so_many_times(tmp_path: Path, bad_steps: list[int]) -> None:
     bad_steps += range(5, 50)
-    with pytest.raises(RuntimeError, match=r"loss nan.*after going back 2 times: .*lower pretrain\.learning_rate"):
+    with pytest.raises(Diverged, match=r"loss nan.*after going back 2 times: .*lower pretrain\.learning_rate"):
         run_stage("pretrain", tmp_path / "pretrain", max_skipped=2, max_rollbacks=2)
 
 
@@ -186,6 +187,30 @@ def test_it_stops_when_the_validation_loss_no_longer_falls(tmp_path: Path, monke
 def test_a_batch_in_tokens_is_as_many_blocks_as_they_fill(chain: Chain, tmp_path: Path) -> None:
     run_stage("pretrain", tmp_path / "pretrain", global_batch_tokens=4 * 32 + 31)  # blocks of 32
     assert same_weights(tmp_path / "pretrain", chain["pretrain"])
+
+
+def test_an_evaluation_reads_no_more_blocks_at_once_than_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, losses = set(), NextTokenLoss.losses
+
+    def watched(self: Any, blocks: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen.add(len(blocks))
+        return losses(self, blocks, **more)
+
+    monkeypatch.setattr(NextTokenLoss, "losses", watched)
+    run_stage("pretrain", tmp_path / "pretrain", num_steps=2, global_batch_tokens=64)
+    assert max(seen) == 2
+
+
+def test_blocks_that_are_too_few_for_a_step_and_odd_are_refused_with_the_tokens_that_will_do(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    run = Runtime(settings(data=str(tmp_path / "text.txt"), global_batch_tokens=8192, report_to=[]), tmp_path)
+    name, size, each = run.settings.global_batch(1024)
+    run.num_processes = 2
+    with pytest.raises(RefusedError, match=r"7 rows for a step of 8, .*; set pretrain\.global_batch_tokens=6144$"):
+        run.batch_size(name, size, 7, each)
+    run.close()
 
 
 def test_documents_of_a_block_that_are_kept_apart_cost_what_they_cost_alone() -> None:

@@ -9,9 +9,12 @@ from reward_world import marked, new_run, rankings_file, run_reward, settings
 from stages_world import byte_tokenizer, tiny_policy
 
 from rlhf.data.errors import SettingsError
+from rlhf.data.rows import read_rankings
+from rlhf.stages.artifact import Artifact
 from rlhf.stages.endpoint import EndpointError
 from rlhf.stages.models import save_folder
 from rlhf.stages.reward import answers
+from rlhf.stages.reward import train as stage
 from rlhf.stages.reward.answers import sample_answers
 
 JUDGED: dict[str, Any] = {"judge": "reward_judge:marks", "num_sampled_answers": 2, "max_new_tokens": 8}
@@ -53,6 +56,45 @@ def test_a_stage_trains_on_them_as_on_others(tmp_path: Path) -> None:
     (tmp_path / "reward" / "sampled.jsonl").write_text("[]\n")  # as a kill leaves it
     run_reward(tmp_path / "reward", str(tmp_path / "policy"), rows, **JUDGED, answers_from=source)
     assert not (tmp_path / "reward" / "sampled.jsonl").exists()
+
+
+def test_the_data_are_read_once_and_counted_the_same_when_the_answers_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_folder(tmp_path / "policy", tiny_policy(), byte_tokenizer())
+    (tmp_path / "reward").mkdir()
+    rows = marked(12)
+    paths = [rankings_file(tmp_path / name, some) for name, some in (("rows.jsonl", rows), ("eval.jsonl", rows[:3]))]
+    read = []
+
+    def reading(source: Any, *more: Any) -> Any:
+        read.append(Path(source.path).name)
+        return read_rankings(source, *more)
+
+    monkeypatch.setattr(stage, "read_rankings", reading)
+    with chatting() as server:
+        fields: dict[str, Any] = {**JUDGED, "answers_from": {"url": server.url, "model": "big"}, "eval_data": paths[1]}
+        for _ in range(2):
+            run_reward(tmp_path / "reward", str(tmp_path / "policy"), paths[0], **fields)
+            assert "left out 3 of 12 rows of data whose prompts are in eval_data" in capsys.readouterr().out
+            counted = Artifact(tmp_path / "reward").manifest["rows"]
+            assert counted["data"] == {"kept": 9, "of": 12, "left_out": {"prompt is in eval_data": 3}}
+            assert list(counted) == ["data", "eval_data", "answers, tokenised", "rankings, tokenised"]
+            (tmp_path / "reward" / "manifest.json").unlink()
+    assert read == ["rows.jsonl", "eval.jsonl"]
+
+
+def test_a_judge_that_may_not_read_something_is_told_as_the_judge(tmp_path: Path) -> None:
+    text = "def marks(prompts, responses):\n    raise PermissionError(13, 'no key')\n"
+    (tmp_path / "keyless_judge.py").write_text(text)
+    save_folder(tmp_path / "policy", tiny_policy(), byte_tokenizer())
+    (tmp_path / "reward").mkdir()
+    rows = rankings_file(tmp_path / "rows.jsonl", marked(12))
+    with chatting() as server:
+        source = {"url": server.url, "model": "big"}
+        for fields in ({}, {"num_sampled_answers": 2, "max_new_tokens": 8, "answers_from": source}):
+            with pytest.raises(ValueError, match=r"^judge keyless_judge:marks: PermissionError: \[Errno 13\] no key$"):
+                run_reward(tmp_path / "reward", str(tmp_path / "policy"), rows, judge="keyless_judge:marks", **fields)
 
 
 def test_answers_that_were_sampled_before_a_server_failed_are_kept(

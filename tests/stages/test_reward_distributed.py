@@ -144,7 +144,7 @@ def test_several_processes_are_refused_where_one_would_leave_the_others_waiting(
 def test_rows_that_are_too_few_for_a_step_and_odd_are_refused_with_a_number_that_will_do(outcome: Outcome) -> None:
     for found in outcome[1]:
         assert found.refused[1].startswith("reward.global_batch_size: there are 7 rows for a step of 8, which 2 proc")
-        assert found.refused[1].endswith("; set it to 6")
+        assert found.refused[1].endswith("; set reward.global_batch_size=6")
 
 
 def test_no_process_waits_for_another_s_buffers(outcome: Outcome) -> None:

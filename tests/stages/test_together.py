@@ -1,12 +1,16 @@
 """Folders that several processes fill once: what is said to a person who waits for another."""
 
+import errno
 import fcntl
+import os
+import re
 from pathlib import Path
 from threading import Event, current_thread
 
 import pytest
 from processes_world import held_until
 
+from rlhf.data.errors import RefusedError
 from rlhf.stages import together
 
 
@@ -33,6 +37,33 @@ def test_who_waits_for_long_says_for_what_once_and_who_does_not_says_nothing(
     assert (folder / "done").exists()
     fill()
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_with_its_folder_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    said = (
+        f"{tmp_path}: its file system has no locks ({os.strerror(number)}), and processes that share this folder need "
+        "them; mount it with locks (Lustre: -o flock), or use a run folder on another disk"
+    )
+    with pytest.raises(RefusedError, match=re.escape(said)):
+        together.fill(tmp_path / "abc", "tokens", print, lambda _: True, lambda _: None)
+    with pytest.raises(RefusedError, match=re.escape(said)), together.claimed(tmp_path / "part"):
+        pass
+
+
+def test_another_fault_of_a_lock_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output error"), together.claimed(tmp_path / "part"):
+        pass
 
 
 def test_nobody_reading_what_is_said_does_not_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
