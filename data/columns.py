@@ -53,11 +53,12 @@ def with_map(name: str, column: str = "YOURS") -> str:
 
 def names(columns: Iterable[object]) -> str:
     """The first columns of a row, without the plain names that were added to it."""
-    told = list(_first_of_alike(columns))
+    told = list(first_of_alike(columns))
     return ", ".join([*told[:SHOWN], *(["…"] if len(told) > SHOWN else [])]) or "none"
 
 
-def _first_of_alike(columns: Iterable[object]) -> Iterator[str]:
+def first_of_alike(columns: Iterable[object]) -> Iterator[str]:
+    """The columns of a row as they are called there, without plain names of the same."""
     seen: set[str] = set()
     for column in columns:
         if plain(column) not in seen:

@@ -17,6 +17,15 @@ class DataError(RefusedError):
     """A file, row or column that cannot be used; the message names it and the cure."""
 
 
+class TooManyUnusable(DataError):
+    """More rows cannot be used than `max_dropped` allows; `stage` is whose setting that is, where it is a stage's."""
+
+    def __init__(self, found: str, share: float, stage: str = "") -> None:
+        self.found, self.share = found, share
+        setting = f"{stage}.max_dropped" if stage else "max_dropped"
+        super().__init__(f"{found}. Repair them, or set {setting}={share:g} to go on without them")
+
+
 class SettingsError(RefusedError):
     """A recipe or setting that cannot be used; the message names the key and the cure."""
 

@@ -12,6 +12,8 @@ from rlhf.data.messages import Messages, Unusable, with_system, with_tools
 
 # Reasons to leave something out that are no fault of the data.
 UNJUDGED, DELETED = "nobody judged it", "a deleted message"
+TOO_FEW = "fewer than two answers"  # why there is no ranking
+_GOOD = {"true": True, "up": True, "false": False, "down": False}
 _DECIMAL_COMMA = re.compile(r"(?a)\s*([+-]?\d+),(\d{1,2}|\d{4,})\s*")  # three digits may be thousands
 
 
@@ -74,7 +76,7 @@ def ranked(
     if len(responses) != len(ranks):
         raise Unusable("answers and ranks differ in number", f": {len(responses)} and {len(ranks)}")
     if len(responses) < 2:
-        raise Unusable("fewer than two answers")
+        raise Unusable(TOO_FEW)
     numbers = [number(rank, "rank") for rank in ranks]
     _check_texts(responses, numbers)
     strong = None if strengths is None else [number(strength, "strength") for strength in strengths]
@@ -96,6 +98,13 @@ def by_votes(prompt: Messages, responses: list[str], votes: Sequence[int | None]
     first, second, tie = counts[0], counts[1], counts[None]
     ranks = [1, 2] if first > max(second, tie) else [2, 1] if second > max(first, tie) else [1, 1]
     return ranked(prompt, responses, ranks, source=source)
+
+
+def judged(value: Any) -> bool | None:
+    """Whether a label says good or bad; None where it says neither. Numbers do not: they may be of any classes."""
+    if isinstance(value, str):
+        return _GOOD.get(value.strip().lower())
+    return value if isinstance(value, bool) else None
 
 
 def number(value: Any, name: str) -> float:

@@ -28,7 +28,7 @@ from rlhf.data.sources import Row, Source
 NEEDS = {
     "demonstrations": "prompt and response, or messages",
     "preferences": (
-        "prompt, chosen and rejected, or prompt, responses and ranks, "
+        "prompt, chosen and rejected, or prompt, responses and ranks, or prompt, response_a, response_b and winner, "
         "or of one answer a row prompt, response and rank (or score)"
     ),
     "prompts": "prompt, or messages",
@@ -45,6 +45,9 @@ COLUMNS = (
     "completion",
     "chosen",
     "rejected",
+    "response_a",
+    "response_b",
+    "winner",
     "responses",
     "completions",
     "ranks",
@@ -95,7 +98,8 @@ def _parse_prompt(row: Row, source: Source) -> tuple[str, Prompt]:
     raise Unusable(NO_PROMPT, columns_found(columns))
 
 
-def _parse_demonstration(row: Row, source: Source) -> tuple[str, Demonstration]:
+def parse_demonstration(row: Row) -> tuple[str, Demonstration]:
+    """The shape that a row has under our own names, and the demonstration in it."""
     columns = _columns(row)
     if _prefers_messages(columns):
         return "messages", Demonstration(*as_conversation(columns["messages"], "messages"))
@@ -138,7 +142,7 @@ def _parse_ranking(row: Row, source: Source) -> tuple[str, Ranking]:
 
 PARSERS: dict[str, Callable[[Row, Source], tuple[str, Any]]] = {
     "text": _parse_text,
-    "demonstrations": _parse_demonstration,
+    "demonstrations": lambda row, source: parse_demonstration(row),
     "preferences": _parse_ranking,
     "prompts": _parse_prompt,
 }

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf.data.columns import COLUMNS_FOUND
+from rlhf.data.columns import COLUMNS_FOUND, first_of_alike, with_map
 from rlhf.data.errors import DataError
 from rlhf.data.examples import Prompt, Ranking
 from rlhf.data.formats import AmbiguousError
+from rlhf.data.formats.ranked_columns import like_answers
 from rlhf.data.messages import prompt_key, prompt_text
 from rlhf.data.report import DOCUMENT, PLAIN, Report
 from rlhf.data.rows import numbered
@@ -30,7 +31,7 @@ class Recognised:
     reasons: dict[str, str] = field(default_factory=dict)
     """By kind, why they are not of it."""
     almost: dict[str, str] = field(default_factory=dict)
-    """Those of the kinds whose columns they have: the first row that cannot be used, and why."""
+    """Those of the kinds whose columns they seem to have: the first row that cannot be used, and why."""
     ambiguous: str = ""
     """What to say where their columns leave a choice."""
     map: dict[str, str] = field(default_factory=dict)
@@ -87,6 +88,11 @@ def recognise(path: str, names: Mapping[str, str] | None = None) -> Recognised:
         if report.judged and "preferences" in reasons:
             why = f"{report.judged}, but here {reasons['preferences']}"
             warnings = [why if warning == report.judged else warning for warning in warnings]
+        if kind == "prompts" and (answers := like_answers(first_of_alike(examples[0].row))):
+            of, why = _unread(answers, reasons)
+            almost.setdefault(of, why)
+            look = "look like answers" if len(answers) > 1 else "looks like an answer"
+            warnings = [*warnings, f"only prompts are read of it, though {', '.join(answers)} {look}; as {of} {why}"]
         counts: dict[str, Any] = {
             "format": report.format, "rows": report.rows, "bad": report.bad, "map": source.map,
             "first_bad": _first_bad(report) if report.bad else "", "examples": len(examples), "warnings": warnings,
@@ -111,6 +117,14 @@ def columns_of(path: str) -> list[str]:
     except DataError:
         return []
     return list(map(str, row)) if isinstance(row, dict) else []
+
+
+def _unread(answers: Sequence[str], reasons: Mapping[str, str]) -> tuple[str, str]:
+    """The kind that prompts with columns of such names seem to be of, and why they are not."""
+    if len(answers) > 1:
+        return "preferences", reasons["preferences"]
+    why = reasons["demonstrations"]
+    return "demonstrations", f"{why}; {with_map('response', answers[0])}" if COLUMNS_FOUND in why else why
 
 
 def _first_bad(report: Report) -> str:

@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 from rlhf.data import formats
 from rlhf.data.columns import columns_found, did_you_mean, names
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, TooManyUnusable
 from rlhf.data.examples import Demonstration, Prompt, Ranking, in_full
 from rlhf.data.files import DOCUMENTS, suffixes
-from rlhf.data.formats.ranked_answers import ONE_A_ROW, is_unranked
-from rlhf.data.formats.unpaired import refuse_judged_bad
+from rlhf.data.formats import ranked_answers, two_answers
+from rlhf.data.formats.unpaired import UNPAIRED, refuse_judged_bad
 from rlhf.data.mapping import check_map, with_our_names
 from rlhf.data.messages import Messages, Unusable, prompt_key, prompt_text
 from rlhf.data.own import NEEDS, OWN, PARSERS, cure
@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 _BAD_ONES_TOO = "all are learned from, bad ones too; as preferences those to one prompt are a ranking"
 _OF_RANKINGS = frozenset(name for shape in OWN["preferences"] for name in shape) - {"prompt"}
+_MAPPED = (*ranked_answers.FORMATS, *two_answers.FORMATS)  # formats of which a map can name the columns
 _WITH_PROMPTS = ("demonstrations", "preferences")  # kinds whose formats are read for their prompts, too
 
 
@@ -188,8 +189,9 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
     if not isinstance(row, dict) or kind == "text":
         return None
     if source.map:
-        one_a_row = kind == "preferences" and not any(_has(row, shape) for shape in OWN[kind])
-        return next((f for f in ONE_A_ROW if f.fits(row)), None) if one_a_row else None
+        if any(_has(row, shape) for shape in OWN[kind]):
+            return None
+        return next((f for f in _MAPPED if f.kind == kind and f.fits(row)), None)
     try:
         if kind == "prompts" and source.format is not None:
             kinds = [f.kind for f in formats.formats() if f.name == source.format]
@@ -207,16 +209,18 @@ def _format_of(row: Row, source: Source, kind: str) -> formats.Format | None:
 
 
 def _refuse_unranked(row: Row) -> None:
-    """Refuse a row with one answer that has no column with its rank, and nothing of what our other rankings have."""
-    if isinstance(row, dict) and is_unranked(row) and _OF_RANKINGS.isdisjoint(row):
-        raise Unusable("an answer without its rank or score", columns_found(row))
+    """Refuse a row with answers of which no column says how good they are, and nothing of what our rankings have."""
+    if isinstance(row, dict) and _OF_RANKINGS.isdisjoint(row):
+        two_answers.refuse_unjudged(row)
+        if ranked_answers.is_unranked(row):
+            raise Unusable("an answer without its rank or score", columns_found(row))
 
 
 def _judged(row: dict[str, Any]) -> formats.Format | None:
     """The format in which a row holds one answer of a ranking, a bad one perhaps."""
     with suppress(formats.AmbiguousError):
         known = formats.find("preferences", row, OWN["preferences"])
-        if known is not None and known.read_all is not None:
+        if known is not None and known.read_all is not None and known not in (two_answers.RANKINGS, UNPAIRED):
             return known
     return None
 
@@ -340,4 +344,4 @@ def refuse_losses(report: Report, source: Source, max_dropped: float) -> None:
         counts = f"kept 0 of {report.rows} rows" if len(report.dropped) == 1 else report.summary()
         raise DataError(f"{found}. Nothing usable is left: {counts}")
     share = math.ceil(100 * report.bad / report.rows) / 100
-    raise DataError(f"{found}. {report.summary()}. Repair them, or set max_dropped={share:g} to go on without them")
+    raise TooManyUnusable(f"{found}. {report.summary()}", share)

@@ -159,6 +159,8 @@ def _show(path: str, found: dict[str, Any], unit: str, against: str | None) -> N
                 ],
             )
     lines = []
+    if found["kind"] == "text" and found["duplicates"]:
+        lines.append("duplicates are trained on too, unless pretrain.deduplicate is set (exact, or minhash)")
     if found["longer_wins"] is not None:
         lines.append(f"the better answer is the longer one (in {unit}) in {found['longer_wins']:.1%} of pairs")
     opposed = found["contradictions"]

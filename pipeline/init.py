@@ -14,19 +14,16 @@ from rlhf.data.own import COLUMNS, no_header
 from rlhf.data.recognise import Recognised, columns_of, recognise
 from rlhf.data.sources import Source, kind_of
 from rlhf.pipeline.launch import visible_gpus
-from rlhf.pipeline.preflight import positions_in
 from rlhf.pipeline.recipe import load_recipe
 from rlhf.pipeline.recipe_text import EVAL_SHARE, Chosen, recipe_text, sections
-from rlhf.pipeline.references import POLICIES, model_at
 from rlhf.pipeline.schema import as_text
+from rlhf.pipeline.start_models import START_MODELS, size_of
 from rlhf.pipeline.text_files import are_prompts, as_one, is_long, long_text
 from rlhf.stages.artifact import STAGES
 from rlhf.stages.disk import refuse_no_room_beside, replace_text
 
 SCHEMA = ".rlhf.schema.json"
 """What a recipe that was written here is completed and checked by in an editor; it lies beside it."""
-START_MODELS = {True: "Qwen/Qwen3-0.6B", False: "HuggingFaceTB/SmolLM2-135M"}
-"""What the first stage starts from where there is no raw text, with a GPU and without."""
 KIND_OF = {"pretrain": "text", "sft": "demonstrations", "reward": "preferences", "ppo": "prompts"}
 _HELD_OUT = re.compile(r"(?:^|[._-])(?:test|eval|valid|validation|dev|held[_-]?out)(?:[._-]|$)", re.IGNORECASE)
 _NO_DATA = re.compile(r"readme|license|licence|requirements|constraints|changelog|notice", re.IGNORECASE)
@@ -207,24 +204,8 @@ def choose(files: Files, model: str | None, gpus: int) -> tuple[Chosen, dict[str
     for kind in too_little.keys() & files.held_out.keys():
         if files.held_out[kind] not in held_out.values():
             files.left[files.held_out[kind][0]] = f"held out, and {too_little[kind]} is too little to train on"
-    return Chosen(data, held_out, start, gpus, positions_of(start) if data and start else None), missing
-
-
-def positions_of(model: str) -> int | None:
-    """How many tokens a model takes; None if its config is in no folder and not in the hub's cache, or does not say."""
-    folder = model_at(model, POLICIES, "--model")
-    if not Path(folder).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(folder, "config.json")
-        except HFValidationError:  # what starts from it will say so
-            return None
-        if not isinstance(cached, str):
-            return None
-        folder = str(Path(cached).parent)
-    return positions_in(Path(folder))
+    positions, parameters = size_of(start) if data and start else (None, None)
+    return Chosen(data, held_out, start, gpus, positions, parameters), missing
 
 
 def _lying_here() -> tuple[list[str], list[str]]:

@@ -20,6 +20,15 @@ MOST_EPOCHS = 10
 MOST_PASSES = 16
 """How often raw text is gone through at most. [Muennighoff et al. 2023: little is left to gain after so many]"""
 EVAL_SHARE = 0.1
+RATES = {
+    "sft": {"learning_rate": (1e-3, 2e-5)},
+    "reward": {"learning_rate": (1e-3, 9e-6)},
+    "ppo": {"learning_rate": (2e-4, 3e-6), "critic_learning_rate": (5e-4, 9e-6)},
+}
+"""Learning rates of models with a million parameters, which the demo's are near, and of the papers' with a billion."""
+PRETRAINED = {True: 1e6, False: 1.25e8}
+"""About the parameters of a model that the recipe pretrains, on a CPU and on a GPU."""
+MIN_ACCURACY = 0.6
 ONE_ANSWER_A_ROW = ("ranked_answers", "scored_answers")
 """Formats, whose rows the meaning of reward.data does not tell of."""
 _PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
@@ -39,6 +48,8 @@ class Chosen:
     gpus: int
     positions: int | None = None
     """Tokens that the model takes which the first stage starts from; None where it is pretrained or that is unknown."""
+    parameters: float | None = None
+    """How many that model has, about; None as above."""
 
     def read(self, stage: str) -> list[tuple[str, Recognised]]:
         """All sources that a stage reads."""
@@ -72,6 +83,7 @@ def sections(chosen: Chosen) -> dict[str, tuple[dict[str, Any], dict[str, str]]]
     most, least = (512, 64) if small else (2048, 256)
     per_token = 2 if scratch and small else 3  # characters, which a small vocabulary has fewer of
     positions = chosen.positions or sys.maxsize
+    parameters = PRETRAINED[small] if scratch else chosen.parameters
 
     def tokens(length: int) -> int:
         """The power of two that so many characters fit into, or all positions of the model."""
@@ -103,16 +115,20 @@ def sections(chosen: Chosen) -> dict[str, tuple[dict[str, Any], dict[str, str]]]
             settings |= _pretrain(small, characters, max([256, *lengths.values()]), text, reasons)
         elif stage == "ppo":
             prompts = max(round(share * one.prompts), 1)
-            settings |= _ppo(small, scratch, prompts, reasons)
+            settings |= _ppo(small, prompts, _rates(stage, parameters, reasons), reasons)
             settings |= {"max_prompt_length": prompt, "max_new_tokens": new}
         else:
             if stage == "reward" and one.format in ONE_ANSWER_A_ROW:
                 reasons["data"] = "Here one answer a row, with its rank (1 is best) or its score (higher is better)."
             rows = max(round(share * one.examples), 1)
-            settings |= _supervised(stage, small, scratch, rows, chosen.gpus, reasons)
+            rates = _rates(stage, parameters, reasons)
+            settings |= _supervised(small, scratch, rows, chosen.gpus, reasons) | rates
             if not one.whole:
                 reasons["num_epochs"] = f"At least {reasons['num_epochs']}"
             settings["max_length"] = lengths[stage]
+            if stage == "reward" and "ppo" in chosen.data:
+                settings["min_accuracy"] = MIN_ACCURACY
+                reasons["min_accuracy"] = "Guessing gives 0.5."
         if chosen.gpus == 1:
             settings["auto_microbatch"] = True
     return found
@@ -157,11 +173,22 @@ def _blocks_of(characters: int) -> int:
     return 1 << max((characters // 100).bit_length() - 1, 3)
 
 
-def _supervised(
-    stage: str, small: bool, scratch: bool, rows: int, gpus: int, reasons: dict[str, str]
-) -> dict[str, Any]:
+def _rates(stage: str, parameters: float | None, reasons: dict[str, str]) -> dict[str, float]:
+    """Learning rates for a model of about so many parameters; None for one whose size is unknown."""
+    millions = (parameters or 1e9) / 1e6
+    share = min(max(math.log10(millions) / 3, 0), 1)
+    rates = RATES[stage]
+    small, large = rates["learning_rate"]
+    size = "unknown here, taken for a billion" if parameters is None else f"about {float(f'{millions:.3g}'):g} million"
+    reasons["learning_rate"] = (
+        f"By the model's parameters ({size}): {small:g} up to a million, {large:g} from a billion on, and between them "
+        "evenly by powers of ten."
+    )
+    return {name: float(f"{small * (large / small) ** share:.0e}") for name, (small, large) in rates.items()}
+
+
+def _supervised(small: bool, scratch: bool, rows: int, gpus: int, reasons: dict[str, str]) -> dict[str, Any]:
     """Of few rows smaller batches, and more passes over them, so that there are enough steps."""
-    rates = {"sft": 2e-5, "reward": 9e-6} if not (small and scratch) else {"sft": 1e-3, "reward": 1e-3}
     epochs = 2 if small and scratch else 1
     batch, least = 16 if small else 64, max(4 if small else 8, gpus)
     while batch > least and epochs * rows < ENOUGH_STEPS * batch:
@@ -172,11 +199,10 @@ def _supervised(
         f"{epochs * steps} optimiser steps: {rows} rows to train on, {batch} a step, {epochs} times over. "
         f"Fewer than {ENOUGH_STEPS} teach little, more than {MOST_EPOCHS} passes learn rows by heart."
     )
-    return {"num_epochs": epochs, "global_batch_size": batch, "learning_rate": rates[stage]}
+    return {"num_epochs": epochs, "global_batch_size": batch}
 
 
-def _ppo(small: bool, scratch: bool, prompts: int, reasons: dict[str, str]) -> dict[str, Any]:
-    policy, critic = (2e-4, 5e-4) if small and scratch else (3e-6, 9e-6)
+def _ppo(small: bool, prompts: int, rates: dict[str, float], reasons: dict[str, str]) -> dict[str, Any]:
     rollouts = 64 if small else 128
     while rollouts > 16 and rollouts > 4 * prompts:
         rollouts //= 2
@@ -185,8 +211,7 @@ def _ppo(small: bool, scratch: bool, prompts: int, reasons: dict[str, str]) -> d
         reasons["rollout_batch_size"] = f"With {prompts} to train on, a prompt is answered up to {times} times in each."
     return {
         "num_iterations": 30 if small else 100, "rollout_batch_size": rollouts, "num_epochs": 2,
-        "num_minibatches": 2, "learning_rate": policy, "critic_learning_rate": critic, "kl_coef": 0.05,
-        "missing_eos_penalty": 1.0, "eval_every": 10,
+        "num_minibatches": 2, **rates, "kl_coef": 0.05, "missing_eos_penalty": 1.0, "eval_every": 10,
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlhf.data.columns import columns_found, with_map
-from rlhf.data.examples import Demonstration, Prompt, Ranking, asked, by_score, mean
+from rlhf.data.examples import TOO_FEW, Demonstration, Prompt, Ranking, asked, by_score, mean
 from rlhf.data.messages import (
     Messages,
     Unusable,
@@ -195,7 +195,7 @@ def _why_alone(groups: dict[str, list[tuple[int, A]]], row_of: dict[int, dict[st
         other = next((row for row in first[key] if row != number), None)
         column = None if other is None else system_column(row_of[number]) or system_column(row_of[other])
         if column is None:
-            why[number] = Unusable("fewer than two answers", ": no other usable row has its prompt")
+            why[number] = Unusable(TOO_FEW, ": no other usable row has its prompt")
         else:
             found = f": row {other} has its prompt under another one; if {column!r} names the model that answered, "
             why[number] = Unusable("fewer than two answers under one system message", found + no_system_message(column))

@@ -1,36 +1,30 @@
 """Votes of the Chatbot Arena (LMSYS, LMArena): two models answer, a person says which is better.
 
-As published (`conversation_a`, `conversation_b`, `winner`), and as in the two Kaggle competitions: with a column for
-each outcome and turns as lists in JSON, or with plain texts. People judge whole conversations; only the last answers
-can be compared, so both must have the same turns before them.
+As published (`conversation_a`, `conversation_b`, `winner`), and as in the first Kaggle competition, with a column for
+each outcome and turns as lists in JSON; plain texts, as in the second, are `two_answers`. People judge whole
+conversations; only the last answers can be compared, so both must have the same turns before them.
 """
 
 import json
 from typing import Any
 
-from rlhf.data.examples import UNJUDGED, Prompt, Ranking, by_votes, number
+from rlhf.data.examples import Prompt, Ranking, by_votes, number
 from rlhf.data.files import describe
 from rlhf.data.formats import Format
+from rlhf.data.formats.two_answers import vote_of
 from rlhf.data.messages import Messages, Unusable, as_conversation, as_prompt, as_response, prompt_key
 
-_WINNERS = {"model_a": 0, "model_b": 1, "tie": None, "tie (bothbad)": None, "bothbad": None, "both_bad": None}
 _FLAGS = ("winner_model_a", "winner_model_b", "winner_tie")
 
 
 def _read_conversations(row: dict[str, Any]) -> Ranking:
-    vote = _vote(row["winner"])
+    vote = vote_of(row["winner"], ("a", "b"))
     (prompt, first), (other, second) = (
         as_conversation(_listed(row[name], name), name) for name in ("conversation_a", "conversation_b")
     )
     if prompt != other and prompt_key(prompt) != prompt_key(other):
         raise _different()
     return by_votes(prompt, [first, second], [vote])
-
-
-def _read_texts(row: dict[str, Any]) -> Ranking:
-    prompt = as_prompt(row["prompt"])
-    responses = [as_response(row[name], name, prompt) for name in ("response_a", "response_b")]
-    return by_votes(prompt, responses, [_vote(row["winner"])])
 
 
 def _read_flags(row: dict[str, Any]) -> Ranking:
@@ -59,14 +53,6 @@ def _pair(row: dict[str, Any]) -> tuple[Messages, list[str]]:
     return prompt, [as_response(answers[-1], name, prompt) for answers, name in ((first, "a"), (second, "b"))]
 
 
-def _vote(winner: Any) -> int | None:
-    if winner is None or winner == "":
-        raise Unusable(UNJUDGED, ": winner is empty")
-    if not isinstance(winner, str) or winner not in _WINNERS:
-        raise Unusable("unknown winner", f": {winner!r}; known are {', '.join(_WINNERS)}")
-    return _WINNERS[winner]
-
-
 def _different() -> Unusable:
     return Unusable("the conversations differ before their last answers", "; such a vote is about more than one answer")
 
@@ -86,7 +72,6 @@ def _listed(value: Any, name: str) -> list[Any]:
 
 FORMATS = (
     Format("chatbot_arena", "preferences", ("conversation_a", "conversation_b", "winner"), _read_conversations),
-    Format("arena_texts", "preferences", ("prompt", "response_a", "response_b", "winner"), _read_texts),
     Format("arena_flags", "preferences", ("prompt", "response_a", "response_b", *_FLAGS), _read_flags),
     Format("arena_flags", "prompts", ("prompt", "response_a", "response_b", *_FLAGS), _read_prompt),
 )

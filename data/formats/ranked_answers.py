@@ -3,9 +3,9 @@
 They need not lie together; answers that stand beside another system message or other tools are to another prompt (a
 `system` column that names the model of each answer leaves it alone: refused with the cure), and so many to one prompt
 that something else must tell them apart (MOST_ANSWERS) are refused. The columns may be called as in a ranking
-spreadsheet (`question`, `answer`, `rating` …). Rank 1 is best; of scores higher is better, an answer that was scored
-twice has the mean, and beside ranks scores are strengths, if all are numbers. As demonstrations such rows are all
-learned from, whatever stands beside them, which is warned of.
+spreadsheet (`question`, `answer`, `rating` …). Rank 1 is best; of scores higher is better (true is 1, false 0), an
+answer that was scored twice has the mean, and beside ranks scores are strengths, if all are numbers. As demonstrations
+such rows are all learned from, whatever stands beside them, which is warned of.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rlhf.data.examples import Prompt, Ranking, mean, number, ranked
+from rlhf.data.examples import Prompt, Ranking, judged, mean, number, ranked
 from rlhf.data.formats import Format, Numbered, Rating, by_mean, common, ranked_together
 from rlhf.data.formats.ranked_columns import ANSWERS, PROMPTS, RANKS, SCORES, question, strength
 from rlhf.data.messages import Messages, Unusable, as_response, is_empty
@@ -57,7 +57,9 @@ def _ranked(row: dict[str, Any]) -> _Ranked:
 
 def _rating(row: dict[str, Any]) -> Rating:
     found, prompt, response = _answer(row)
-    return Rating(prompt, response, _number(row, found.score, "score"), row.get("source"))
+    good = None if found.score is None else judged(row[found.score])
+    score = _number(row, found.score, "score") if good is None else float(good)
+    return Rating(prompt, response, score, row.get("source"))
 
 
 def _answer(row: dict[str, Any]) -> tuple[_Columns, Messages, str]:

@@ -83,22 +83,44 @@ def strength(value: Any) -> float | None:
 @lru_cache(maxsize=1024)  # rows of one source mostly have the same columns
 def _columns(columns: tuple[str, ...]) -> _Columns | None:
     """The columns of the answers and of what is said of them; None where these are not there, or leave a choice."""
-    numbered: dict[str, dict[str, str]] = {}
-    for column in columns:
-        if match := _NUMBERED.fullmatch(plain(column)):
-            word, digits, letter = match.groups()
-            mark = str(int(digits)) if digits else letter
-            before = numbered.setdefault(word, {}).setdefault(mark, column)
-            if plain(before) != plain(column):  # answer_1 and answer1
-                return None
-            if column == plain(column):  # before one that is alike
-                numbered[word][mark] = column
+    numbered = side_by_side(columns)
+    if numbered is None:
+        return None
     prompts = [name for name in PROMPTS if name in columns]
     answers = [numbered[word] for word in ANSWERS if len(numbered.get(word, ())) > 1]
     ranks, scores = _first(numbered, RANKS), _first(numbered, SCORES)
     if not prompts or len(answers) != 1 or len(answers[0].keys() & (ranks or scores).keys()) < 2:
         return None
     return _Columns(prompts[0], answers[0], ranks, scores)
+
+
+def side_by_side(columns: Iterable[str]) -> dict[str, dict[str, str]] | None:
+    """Columns of one word with numbers or letters, by word and these; None where two are alike (answer_1, answer1)."""
+    numbered: dict[str, dict[str, str]] = {}
+    for column in columns:
+        if found := marked(column):
+            word, mark = found
+            before = numbered.setdefault(word, {}).setdefault(mark, column)
+            if plain(before) != plain(column):
+                return None
+            if column == plain(column):  # before one that is alike
+                numbered[word][mark] = column
+    return numbered
+
+
+def marked(name: object) -> tuple[str, str] | None:
+    """The word of a name such as answer_1, Response A or outputs.2, and its number or letter; None for other names."""
+    match = _NUMBERED.fullmatch(plain(name))
+    if match is None:
+        return None
+    word, digits, letter = match.groups()
+    return word, str(int(digits)) if digits else letter
+
+
+def like_answers(columns: Iterable[str]) -> list[str]:
+    """Those whose names say that they hold answers, one or several."""
+    words = {column: marked(column) or (plain(column).removesuffix("s"), "") for column in columns}
+    return [column for column, (word, _) in words.items() if word in ANSWERS]
 
 
 def _first(numbered: dict[str, dict[str, str]], words: Iterable[str]) -> dict[str, str]:

@@ -220,7 +220,8 @@ def test_answers_of_which_none_has_a_rank_are_told_what_is_needed(tmp_path: Path
         read_rankings(table(tmp_path, "prompt,response\nQ,a\nQ,b\n"))
     assert str(caught.value).partition("long.csv ")[2] == (
         "row 1: an answer without its rank or score (columns found: prompt, response); preferences need prompt, chosen "
-        "and rejected, or prompt, responses and ranks, or of one answer a row prompt, response and rank (or score); "
-        "name yours with map: {prompt: YOURS} (`rlhf data`: --map prompt=YOURS). "
+        "and rejected, or prompt, responses and ranks, or prompt, response_a, response_b and winner, or of one answer "
+        "a row prompt, response and rank (or score); name yours with map: {prompt: YOURS} "
+        "(`rlhf data`: --map prompt=YOURS). "
         "Nothing usable is left: kept 0 of 2 rows"
     )

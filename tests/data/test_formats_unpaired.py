@@ -1,13 +1,14 @@
-"""Single answers with a verdict are no rankings, and the bad ones no demonstrations; each of TRL's formats."""
+"""Single answers with a verdict: those of one prompt are a ranking, and bad ones no demonstrations; TRL's formats."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from formats_world import assistant, found, ranks, user, why
+from formats_world import said as shared
 
 from rlhf.data.errors import DataError
-from rlhf.data.rows import read_demonstrations, read_prompts, read_rankings
+from rlhf.data.rows import Demonstration, Ranking, read_demonstrations, read_prompts, read_rankings
 from rlhf.data.sources import Source
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "preferences"
@@ -28,7 +29,9 @@ BAD = "a response that was judged bad"
         {"instruction": "Q", "output": "A", "label": "False"},
     ],
 )
-def test_single_answers_with_a_verdict_are_known_and_refused_as_preferences(write: Any, row: Any) -> None:
+def test_single_answers_with_a_verdict_are_known_and_refused_where_each_prompt_has_one_alone(
+    write: Any, row: Any
+) -> None:
     source = write(row)
     assert found(source)[:4] == ("unpaired_labels", 1, 0, {LONE: (1, [1])})
     with pytest.raises(
@@ -36,6 +39,64 @@ def test_single_answers_with_a_verdict_are_known_and_refused_as_preferences(writ
     ):
         read_rankings(source)
     assert [prompt.messages for prompt in read_prompts(source).rows] == [[user("Q")]]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"prompt": "Q", "completion": "A", "label": True}, {"completion": "B", "label": False}),
+        ({"prompt": "Q", "response": "A", "thumbs": "up"}, {"response": "B", "thumbs": "down"}),
+        ({"instruction": "Q", "output": "A", "label": "True"}, {"output": "B", "label": "False"}),
+        ({"question": "Q", "answer": "A", "kto_tag": True}, {"answer": "B", "kto_tag": False}),
+        (
+            {"messages": [user("Q"), assistant("A")], "label": True},
+            {"messages": [user("Q"), assistant("B")], "label": False},
+        ),
+        (
+            {"conversations": shared("human: Q", "gpt: A"), "label": True},
+            {"conversations": shared("human: Q", "gpt: B"), "label": False},
+        ),
+    ],
+)
+def test_a_good_and_a_bad_answer_to_one_prompt_are_a_ranking_in_any_format(write: Any, good: Any, bad: Any) -> None:
+    source = write(good | bad, good)
+    assert read_rankings(source).rows == [Ranking([user("Q")], ["B", "A"], [2, 1], [0, 1])]
+    assert found(source)[0] == "unpaired_labels"
+    loaded = read_demonstrations(source, max_dropped=0.5)
+    assert (loaded.rows, loaded.report.warnings) == ([Demonstration([user("Q")], "A")], [])
+
+
+def test_equal_labels_tie_and_prompts_with_one_kind_of_label_are_left_out(write: Any) -> None:
+    labels = {"Q": (True, False, True), "R": (True, True), "S": (False, False), "T": (True,)}
+    rows = [
+        {"prompt": prompt, "completion": text, "label": label}
+        for prompt, said in labels.items()
+        for text, label in zip("abc", said, strict=False)
+    ]
+    source = write(*rows)
+    assert ranks(source) == [[1, 3, 1], [1, 1], [1, 1]]
+    assert found(source)[2:6] == (3, {"all answers tied": (4, [4, 5, 6, 7]), LONE: (1, [8])}, 2, 3)
+    assert read_rankings(source, max_dropped=0.125).report.bad == 1
+
+
+def test_an_answer_that_was_judged_both_ways_lies_between(write: Any) -> None:
+    said = (("a", True), ("b", True), ("b", False), ("c", False))
+    [row] = read_rankings(write(*({"prompt": "Q", "completion": text, "label": label} for text, label in said))).rows
+    assert (row.responses, row.strengths) == (["a", "b", "c"], [1, 0.5, 0])
+
+
+def test_a_label_of_another_name_is_a_score_that_is_true_or_false(write: Any) -> None:
+    rows = ({"prompt": "Q", "text": text, "good": label} for text, label in (("a", False), ("b", True)))
+    source = write(*rows, map={"response": "text", "score": "good"})
+    assert read_rankings(source).rows == [Ranking([user("Q")], ["a", "b"], [2, 1], [0, 1])]
+    words = write(*({"prompt": "Q", "response": text, "score": str(text == "b")} for text in "ab"))
+    assert ranks(words) == [[2, 1]]
+
+
+def test_a_labelled_row_whose_prompt_leaves_a_choice_is_told(write: Any) -> None:
+    row = {"instruction": "Q", "output": "A", "question": "R", "answer": "B", "label": True}
+    assert why(write(row)) == {"prompt and answer can be read in several ways": [1]}
+    assert why(write({"output": "A", "label": True})) == {"no prompt": [1]}
 
 
 def test_pairs_are_pairs_whatever_else_their_rows_hold(write: Any) -> None:
@@ -79,7 +140,8 @@ def test_labelled_steps_are_no_rankings(write: Any) -> None:
 @published
 def test_kto_demo() -> None:
     source = Source(path=str(DATA / "lf_kto_en_demo.json"))
-    assert found(source) == ("unpaired_labels", 300, 0, {LONE: (300, [1, 2, 3, 4, 5])}, 0, 0, 0)
+    lost = {LONE: (294, [1, 2, 3, 4, 5]), "all answers tied": (4, [37, 103, 182, 294])}
+    assert found(source) == ("unpaired_labels", 300, 2, lost, 1, 2, 1)  # of three prompts that come twice
     bad = {BAD: (150, [5, 6, 8, 9, 12])}
     assert found(source, "demonstrations") == ("messages", 300, 150, bad, 0, 0, 148)
     repeated = {"duplicate prompt": (3, [103, 196, 294])}

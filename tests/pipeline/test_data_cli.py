@@ -80,6 +80,25 @@ def test_check_counts_what_a_kind_has_and_leaves_one_blank_line(
     assert "\n\n\n" not in rlhf("data", "check", "k.jsonl", "--as", kind)[1]
 
 
+def test_check_says_that_duplicates_of_text_are_trained_on(rlhf: Call) -> None:
+    told = "duplicates are trained on too, unless pretrain.deduplicate is set (exact, or minhash)"
+    Path("k.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert told not in rlhf("data", "check", "k.jsonl", "--as", "text")[1]
+    Path("k.jsonl").write_text('{"text": "a"}\n{"text": "a"}\n')
+    assert rlhf("data", "check", "k.jsonl", "--as", "text")[1].splitlines()[1:4] == [
+        "rows 2  kept 2  duplicates 1", "", told
+    ]  # fmt: skip
+
+
+def test_a_table_of_comparisons_is_checked_by_any_names_that_a_map_gives_it(rlhf: Call) -> None:
+    Path("ab.csv").write_text("prompt,answer_a,answer_b,winner\nQ,x,y,a\nR,x,y,B\n")
+    told = "rows 2  kept 2  prompts 2  pairs 2  ties 0  duplicates 0"
+    assert told in rlhf("data", "check", "ab.csv", "--as", "preferences")[1]
+    Path("ab.csv").write_text("prompt,left,right,won\nQ,x,y,a\nR,x,y,B\n")
+    names = ("--map", "response_a=left", "--map", "response_b=right", "--map", "winner=won")
+    assert told in rlhf("data", "check", "ab.csv", "--as", "preferences", *names)[1]
+
+
 def test_a_table_of_unknown_columns_is_asked_for_its_header(rlhf: Call) -> None:
     Path("w.csv").write_text("Who?,Me.,1\nWho?,You.,2\n")
     err = rlhf("data", "check", "w.csv", "--as", "preferences")[2]

@@ -70,6 +70,30 @@ def test_a_table_of_one_answer_a_row_is_rankings_and_nothing_to_imitate(here: Pa
     assert recipe().stages == ["reward", "ppo"]
 
 
+COMPARISONS = "prompt,answer_a,answer_b,{}\nName a bird.,Wren.,Bat.,{}\nName a fish.,Whale.,Cod.,{}\n"
+
+
+def test_a_table_of_comparisons_is_rankings(here: Path, rlhf: Call) -> None:
+    Path("ab.csv").write_text(COMPARISONS.format("winner", "a", "B"))
+    code, out, _ = rlhf("init", "mine")
+    assert code == 0
+    assert "preferences: 2 rows (two_answers)" in out
+    assert recipe().stages == ["reward", "ppo"]
+
+
+def test_answers_that_stay_unused_are_warned_of_with_the_cure(here: Path, rlhf: Call) -> None:
+    Path("ab.csv").write_text(COMPARISONS.format("won", "a", "b"))
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    _, out, _ = rlhf("init", "mine")
+    assert sections()["ppo"].data.path == "ab.csv"
+    why = "as preferences row 1: answers without a winner: no column says which of answer_a, answer_b is better"
+    assert f"warning: ab.csv: only prompts are read of it, though answer_a, answer_b look like answers; {why}" in out
+    rlhf("init", "other", "ab.csv", "--map", "winner=won")
+    assert load_recipe("other.yaml").stages == ["reward", "ppo"]
+    code, _, err = rlhf("init", "alone", "ab.csv")
+    assert (code, "there are no rankings (preferences); ab.csv row 1: answers without a winner" in err) == (2, True)
+
+
 def test_ranks_that_cannot_be_read_are_told_before_bad_answers_are_imitated(here: Path, rlhf: Call) -> None:
     Path("table.csv").write_text(ONE_A_ROW.replace(",1", ",good").replace(",2", ",bad"))
     _, out, _ = rlhf("init", "mine")

@@ -12,6 +12,8 @@ from pipeline_world import write_rows
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline import init as init_module
+from rlhf.pipeline.recipe import load_recipe
+from rlhf.pipeline.start_models import START_MODELS
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -35,7 +37,7 @@ def test_without_raw_text_the_first_stage_starts_from_a_model_and_rankings_give_
     assert found.stages == ["reward", "ppo"]
     assert found.reward is not None
     assert found.ppo is not None
-    assert found.reward.model == found.ppo.model == init_module.START_MODELS[False]
+    assert found.reward.model == found.ppo.model == START_MODELS[False]
     assert found.ppo.data.path == "pairs.jsonl"
     rlhf("init", "other", "pairs.jsonl", "--model", "owner/name")
     assert "model: owner/name" in Path("other.yaml").read_text()
@@ -157,6 +159,76 @@ def test_the_positions_of_a_model_of_the_hub_are_known_where_its_config_is_in_th
     assert sections()["sft"].max_length == 40
     rlhf("init", "other", "demos.jsonl", "--model", "owner/unknown")
     assert "max_length: 64" in Path("other.yaml").read_text()
+
+
+def rates(name: str) -> dict[str, list[float]]:
+    loaded = load_recipe(f"{name}.yaml")
+    found = {stage: loaded.section(stage).model_dump() for stage in loaded.stages}
+    return {stage: [f["learning_rate"], *filter(None, [f.get("critic_learning_rate")])] for stage, f in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "said", "expected"),
+    [
+        # 12 · 2 · 96² + 512 · 96 are 270,336 parameters: fewer than a million.
+        (
+            {"hidden_size": 96, "num_hidden_layers": 2, "vocab_size": 512},
+            "about 0.27 million",
+            {"sft": [1e-3], "reward": [1e-3], "ppo": [2e-4, 5e-4]},
+        ),
+        # 12 · 10 · 480² + 7,350 · 480 are 31 million, half way between a million and a billion: √(1e-3 · 2e-5) …
+        (
+            {"n_embd": 480, "n_layer": 10, "vocab_size": 7350},
+            "about 31.2 million",
+            {"sft": [1e-4], "reward": [1e-4], "ppo": [2e-5, 7e-5]},
+        ),
+        # 12 · 32 · 4096² + 32,000 · 4096 are 6.6 billion.
+        (
+            {"text_config": {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000}},
+            "about 6570 million",
+            {"sft": [2e-5], "reward": [9e-6], "ppo": [3e-6, 9e-6]},
+        ),
+        (
+            {"hidden_size": "96"},
+            "unknown here, taken for a billion",
+            {"sft": [2e-5], "reward": [9e-6], "ppo": [3e-6, 9e-6]},
+        ),
+    ],
+)
+def test_learning_rates_follow_the_size_that_the_models_config_tells(
+    here: Path, rlhf: Call, config: dict[str, Any], said: str, expected: dict[str, list[float]]
+) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(config))
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    rlhf("init", "mine", "demos.jsonl", "pairs.jsonl", "--model", "model")
+    assert rates("mine") == expected
+    text = " ".join(Path("mine.yaml").read_text().replace("#", "").split())
+    rule = (
+        f"By the model's parameters ({said}): 0.001 up to a million, 2e-05 from a billion on, and between them evenly"
+    )
+    assert rule in text
+
+
+def test_models_that_it_chooses_itself_have_rates_of_their_size(
+    here: Path, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    rlhf("init", "small")
+    assert rates("small") == {"reward": [4e-5], "ppo": [1e-5, 3e-5]}  # of 135 million
+    Path("story.txt").write_text(TEXT)
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    rlhf("init", "scratch")
+    assert rates("scratch") == {"pretrain": [3e-3], "sft": [1e-3], "reward": [1e-3], "ppo": [2e-4, 5e-4]}
+
+
+def test_ppo_waits_for_a_reward_model_that_is_better_than_guessing(here: Path, rlhf: Call) -> None:
+    write_rows(here / "pairs.jsonl", RANKINGS)
+    rlhf("init", "mine")
+    assert sections()["reward"].min_accuracy == pytest.approx(0.6)
+    assert "Guessing gives 0.5." in Path("mine.yaml").read_text()
 
 
 def test_the_schema_that_the_recipe_names_lies_beside_it(here: Path, rlhf: Call) -> None:
