@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf.data.errors import SettingsError
+from rlhf.data.errors import SettingsError, printable
 from rlhf.pipeline.run_cli import JsonOption, RunArgument
 from rlhf.pipeline.sample_cli import EndpointOption, KeyVariableOption, ServedOption, refuse_unclear_judge
 from rlhf.pipeline.tools_cli import become
@@ -90,8 +90,9 @@ def evaluate(
     from rlhf.pipeline import evaluation
     from rlhf.pipeline.evaluation_tables import show
     from rlhf.pipeline.progress import telling
+    from rlhf.pipeline.references import POLICIES
     from rlhf.pipeline.runner import render_report
-    from rlhf.pipeline.summary import as_sealed, read_summary, run_status
+    from rlhf.pipeline.summary import Entry, as_sealed, read_summary, run_status
     from rlhf.stages.evaluation.config import EvaluationSettings
     from rlhf.stages.evaluation.config import cheap as cheap_form
 
@@ -109,10 +110,18 @@ def evaluate(
     options = {name: value for name, value in given.items() if value is not None}
     asked = EvaluationSettings.load(base | by_recipe | options, "eval")
     entries = as_sealed(run_dir, read_summary(run_dir))
+    warnings = []
+    if not any(entry.status == "done" and name.split()[0] in POLICIES for name, entry in entries.items()):
+        earlier = _newest_policy(run_dir, None)
+        entries |= {earlier.manifest["stage"]: Entry("done", earlier.folder.name)}
+        told = f"measured is {earlier.folder.name}, of an earlier one"
+        warnings.append(f"no model of the last attempt is finished; {told}")
     evaluation.refuse_damaged_stages(run_dir, entries)
     tell_aside = telling("starting", lambda text: print(text, file=sys.stderr, flush=True))
     with tell_aside as tell, redirect_stdout(sys.stderr):  # what a judge prints is none of the figures
         found = evaluation.evaluate(run_dir, evaluation.finished(run_dir, entries), asked, tell)
+    for warning in [*warnings, *found.get("left_out", [])]:
+        print(printable(f"warning: {warning}"), file=sys.stderr)
     if as_json:
         print(json.dumps(found, indent=1, ensure_ascii=False))
     else:

@@ -18,7 +18,7 @@ from rlhf.pipeline.recipe import Recipe, load_recipe
 from rlhf.pipeline.summary import Entry
 from rlhf.stages.artifact import STAGES, Artifact
 from rlhf.stages.evaluation.config import EvaluationSettings, cheap
-from rlhf.stages.evaluation.records import ANSWERS, FIGURES, EvaluationFailed
+from rlhf.stages.evaluation.records import ANSWERS, FIGURES, EvaluationFailed, read_figures
 from rlhf.stages.evaluation.subjects import is_current, missing_stage, refuse_damage
 from rlhf.stages.secrets import mask
 from rlhf.stages.signals import SECONDS_TO_REPORT, exit_code
@@ -81,6 +81,8 @@ def keep_current(run_dir: Path, entries: Mapping[str, Entry], recipe: Recipe, st
                 evaluate(run_dir, done, asked, lambda text: tell(f"evaluation, {text}"))
             else:
                 _in_a_process(run_dir, done, asked, lock)
+        for told in (read_figures(run_dir) or {}).get("left_out", []):
+            say(mask(f"warning: evaluation: {told}"))
     except Exception as error:
         again = shlex.join(["rlhf", "eval", str(run_dir), "--cheap"])
         say(mask(f"warning: no evaluation: {first_line(error)}; `{again}` tries again"))

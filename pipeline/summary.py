@@ -153,7 +153,7 @@ def stage_status(folder: Path) -> dict[str, Any]:
 def run_status(run_dir: Path) -> dict[str, dict[str, Any]]:
     """summary.json, with step, steps and message of stages under way, and seconds_left of one that runs; 'interrupted'
     for one whose process is gone. A finished one has a message where its folder is not, or not whole, in the run any
-    more."""
+    more; one that is not has `finished_before` where an earlier attempt came to its end."""
     if not run_dir.is_dir() or not (run_dir / "summary.json").is_file():
         raise no_run_folder(run_dir)
     return with_progress(run_dir, read_summary(run_dir))
@@ -191,7 +191,22 @@ def with_progress(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, dict
             stages[stage] |= {name: told.get(name) for name in ("step", "steps", "message")}
             if stages[stage]["status"] == "running":
                 stages[stage]["seconds_left"] = _seconds_left(run_dir / entry.folder, told)
+            if entry.status != "planned" and (earlier := _finished_before(run_dir, stage, entries)):
+                stages[stage]["finished_before"] = earlier
     return stages
+
+
+def _finished_before(run_dir: Path, stage: str, entries: Mapping[str, Entry]) -> str | None:
+    """The folder of a stage that was finished last with other settings, data or code than it has now."""
+    from rlhf.pipeline.references import sealed
+
+    of_now = {entry.folder for entry in entries.values()}
+    try:
+        found = [artifact for artifact in sealed(stage.split()[0], run_dir) if artifact.folder.name not in of_now]
+        newest = max(found, key=lambda artifact: artifact.manifest["made_with"]["finished"], default=None)
+    except (SettingsError, KeyError):
+        return None  # `rlhf verify` tells of a damaged manifest
+    return newest.folder.name if newest else None
 
 
 def as_sealed(run_dir: Path, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -265,8 +280,13 @@ def missing_folders(stages: dict[str, dict[str, Any]]) -> list[str]:
 
 def messages(stages: dict[str, dict[str, Any]]) -> list[str]:
     """What `run_status` has to say of stages beside their figures, in a line each."""
-    told = {stage: " ".join(entry["message"].split()) for stage, entry in stages.items() if entry.get("message")}
-    return [f"{'warning' if stages[stage]['status'] == 'done' else stage}: {text}" for stage, text in told.items()]
+    told = []
+    for stage, entry in stages.items():
+        if text := " ".join((entry.get("message") or "").split()):
+            told.append(f"{'warning' if entry['status'] == 'done' else stage}: {text}")
+        if earlier := entry.get("finished_before"):
+            told.append(f"{stage}: {earlier} was finished before, with other settings, data or code")
+    return told
 
 
 def rated_now(folder: Path) -> dict[str, Any]:

@@ -38,6 +38,19 @@ VERDICTS: dict[str, Diagnosis] = {
         "Raise sft.learning_rate or sft.num_epochs; with LoRA the rate has to be about ten times as high. Look "
         "whether sft.max_length leaves most responses out.",
     ),
+    "sft.learned_little": Diagnosis(
+        "Fine-tuning hardly changed what the model makes of demonstrations, so PPO begins almost at the base model.",
+        "The loss falls by less than a fiftieth of where it began, and is still falling at the end.",
+        "Raise sft.learning_rate or sft.num_epochs; with LoRA the rate has to be about ten times as high. Where the "
+        "base model was fine-tuned on such demonstrations already, there may be no more to learn.",
+    ),
+    "sft.never_ends": Diagnosis(
+        "Its answers run into the limit on tokens. PPO then learns from answers that are cut, and cannot learn from "
+        "ppo.missing_eos_penalty, which is the same for all.",
+        "The share of answers that end is near zero, and their length is ppo.max_new_tokens.",
+        "Raise ppo.max_new_tokens where demonstrations are longer; else more sft.num_epochs or a higher "
+        "sft.learning_rate, so that the model learns to end.",
+    ),
     "sft.made_it_worse": Diagnosis(
         "The model explains held-out demonstrations worse than before: steps too large, or demonstrations that differ "
         "from the held-out ones.",

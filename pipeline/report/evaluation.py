@@ -41,6 +41,8 @@ def evaluation(run: Run) -> dict[str, Any] | None:
         "spreads": {name: model["score"]["quantiles"] for name, model in models.items() if model["score"]},
         "tasks": task_rows(models, found["tasks"] or {}),
         "tax": alignment_tax(models),
+        "left_out": found["left_out"],
+        "earlier": _of_an_earlier_attempt(run, models),
         "verdict": _verdict_rests_on(run),
     }
 
@@ -49,6 +51,12 @@ def _title(models: dict[str, Any], key: str) -> str:
     """The name of a figure, with the number of tokens that it was taken over."""
     over = span(num for model in models.values() if key in COUNTS and (num := model[COUNTS[key]]))
     return f"{NAMES[key]}, {over} tokens" if over else NAMES[key]
+
+
+def _of_an_earlier_attempt(run: Run, models: dict[str, Any]) -> list[str]:
+    """Folders of models that a stage made before the attempt that it is at now."""
+    before = {stage.finished_before for stage in run.stages.values()}
+    return [found["model"] for found in models.values() if found["model"] in before]
 
 
 def _verdict_rests_on(run: Run) -> str | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf.pipeline.report import verdicts
-from rlhf.pipeline.report.ppo_verdict import ppo
+from rlhf.pipeline.report.ppo_verdict import STAGES_OWN, ppo, source
 from rlhf.pipeline.report.run import Run, Stage
 from rlhf.pipeline.report.verdicts import Verdict
 from rlhf.stages.metric_names import NAMES, number, of_share
@@ -25,7 +25,7 @@ def judge_run(run: Run) -> dict[str, Verdict]:
         elif name == "pretrain":
             found[name] = verdicts.pretrain(stage.metrics, stage.curves)
         elif name == "sft":
-            found[name] = verdicts.sft(stage.metrics, stage.curves)
+            found[name] = verdicts.sft(stage.metrics, stage.curves, _ended(run))
         elif name == "feedback":
             found[name] = verdicts.feedback(stage.metrics)
         elif name == "reward":
@@ -34,6 +34,16 @@ def judge_run(run: Run) -> dict[str, Verdict]:
             reward = found.get("reward") if _learned_from(run) else None
             found[name] = ppo(stage.metrics, stage.curves, reward, run.evidence)
     return found
+
+
+def _ended(run: Run) -> tuple[float, str] | None:
+    """The share of SFT's answers that come to an end, and by whom and on how much it was taken: as in PPO's list."""
+    own, figures = run.metrics("ppo"), run.evaluation
+    if "sft_eos_share" in own and not run.evidence.evaluated:
+        return own["sft_eos_share"], _measured(own, STAGES_OWN)
+    if figures is None or (ended := figures["models"].get("sft", {}).get("eos_share")) is None:
+        return None
+    return ended, _measured({"num_eval_prompts": figures["settings"]["num_prompts"]}, source(figures))
 
 
 def _learned_from(run: Run) -> bool:
@@ -86,7 +96,7 @@ CHANGES = {
 def changes(stage: Stage, run: Run) -> list[dict[str, Any]]:
     """Those of its metrics that are there, each with whether it got better: PPO's by what its verdict rests on, so that
     no second figure stands beside it."""
-    of_evaluation = stage.name == "ppo" and run.evidence.evaluated
+    of_evaluation = stage.name == "ppo" and stage.done and run.evidence.evaluated
     metrics, shown = _evaluated(run) if of_evaluation else stage.metrics, []
     by = run.evidence.source if stage.name == "ppo" else ""
     for change in CHANGES[stage.name]:

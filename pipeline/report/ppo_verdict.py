@@ -70,7 +70,8 @@ def gather(
 ) -> Evidence:
     """From the evaluation with its `answers`, or from the stage's own figures and `samples`: what asked more prompts.
 
-    Both have the form of evaluation.jsonl.
+    The cheap form counts only where the stage compared nothing: a run that makes it has told the stage's figures by
+    then. Answers and samples have the form of evaluation.jsonl.
     """
     quality = _both(metrics, "sft_true_quality", "true_quality")
     agreement, num_answers = None, 0
@@ -86,7 +87,7 @@ def gather(
     for by, name in (("judge", "win_rate"), ("score", "score_win_rate")):
         pair, rate = found.get(by), metrics.get(name)
         num = _num_prompts(evaluation, pair) if evaluation and pair else 0
-        if evaluation and pair and (rate is None or num >= own):
+        if evaluation and pair and (rate is None or (evaluation.get("form") != "cheap" and num >= own)):
             controlled = pair.get("length_controlled_interval")
             models = evaluation.get("models") or {}
             quality, score = (
@@ -139,7 +140,7 @@ def ppo(metrics: Mapping[str, Any], curves: Mapping[str, Line], reward: Verdict 
     if "non_finite" in (metrics.get("findings") or []):
         return Verdict("collapsed", "bad", "Collapsed: some figures of the last iterations are no finite numbers.")
     rose, score = _score(metrics, curves)
-    kl = f"KL {number(_last(curves, 'eval_kl', metrics['kl']))} nats per response"
+    kl = f"KL {number(_last(curves, 'eval_kl', metrics['kl']))} nats per response at the end of training"
     kept = ""
     if "best_step" in metrics:
         won = (
@@ -165,23 +166,22 @@ def ppo(metrics: Mapping[str, Any], curves: Mapping[str, Line], reward: Verdict 
         why = metrics.get("over_optimised_because") or "the run went too far"
         judge = "" if found.judged else " No judge says whether the answers are better."
         return Verdict("over_optimised", "bad", f"PPO over-optimised: {why}.{kept}{judge}")
-    if abs(metrics["kl"]) < NO_KL:
-        return Verdict(
-            "moved_nothing", "bad", f"PPO moved nothing: KL {number(metrics['kl'])} nats per response, {score}."
-        )
-    return _compared(metrics, score, found)
+    return _of_the_kept(metrics, found)
 
 
-def _compared(metrics: Mapping[str, Any], score: str, found: Evidence) -> Verdict:
-    """Of a run in which nothing went wrong: whether PPO's answers are better than SFT's."""
-    kl = f"KL {number(metrics['kl'])} nats per response"
+def _of_the_kept(metrics: Mapping[str, Any], found: Evidence) -> Verdict:
+    """Of a run in which nothing went wrong: whether the answers of its policy are better than SFT's. All figures of a
+    sentence are of that policy, and of the same answers."""
+    nats = found.kl if found.evaluated else metrics["kl"]
+    scores = found.score if found.evaluated else _both(metrics, "sft_score", "score")
+    kl = "" if nats is None else f"KL {number(nats)} nats per response"
+    score = "" if scores is None else _moved(*scores)
+    if max(abs(value) for value in (metrics["kl"], nats) if value is not None) < NO_KL:
+        figures = ", ".join(part for part in (kl, score) if part)
+        return Verdict("moved_nothing", "bad", f"PPO moved nothing: {figures}; {found.source}.")
     if found.win_rate is None:
-        return Verdict(
-            "unknown", "open", f"Whether PPO improved is not shown: {score}, {kl}, but no answers were compared."
-        )
-    if found.evaluated:  # all figures of the sentence are of the same answers
-        score = "" if found.score is None else _moved(*found.score)
-        kl = "" if found.kl is None else f"KL {number(found.kl)} nats per response"
+        figures = "".join(f"{part}, " for part in (score, kl) if part)
+        return Verdict("unknown", "open", f"Whether PPO improved is not shown: {figures}but no answers were compared.")
     quality = "" if found.quality is None else "quality by the judge {} → {}".format(*map(number, found.quality))
     rate = f"win rate over SFT {_by(found)} {_rate(found)}"
     end = f"{', ' if kl else ''}{kl}; {found.source}."

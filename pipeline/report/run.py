@@ -85,6 +85,11 @@ class Stage:
         return self.entry.get("message") if self.done else None
 
     @property
+    def finished_before(self) -> str | None:
+        """Where it is not finished, the folder of an earlier attempt that is."""
+        return self.entry.get("finished_before")
+
+    @property
     def folder(self) -> str | None:
         return self.artifact.folder.name if self.artifact else None
 
@@ -302,11 +307,12 @@ def _sweep(files: Reader, stages: dict[str, Stage]) -> dict[str, Any] | None:
 
 
 def _is_of(models: dict[str, Any], stages: dict[str, Stage]) -> bool:
-    """Whether the models are those that the stages have now, as far as a stage made them. Their folders bear keys."""
+    """Whether the models are those that the stages have now, or had before where they are not finished, as far as a
+    stage made them. Their folders bear keys."""
     for name, figures in models.items():
-        stage = MADE_BY[name]
-        folder = stages[stage].folder if stage in stages else None
-        if folder and figures["model"].startswith(f"{stage}-") and figures["model"] != folder:
+        stage = stages.get(MADE_BY[name])
+        is_of_stage = stage is not None and figures["model"].startswith(f"{stage.name}-")
+        if stage and stage.folder and is_of_stage and figures["model"] not in (stage.folder, stage.finished_before):
             return False
     return True
 

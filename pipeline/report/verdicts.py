@@ -12,6 +12,10 @@ from rlhf.stages.metric_names import between, number, of_share, share
 
 SAME_LOSS = 0.01
 """Nats per token: another seed moves a held-out loss by as much, so less is no change."""
+LITTLE_GAIN = 0.02
+"""Of the base model's loss. Demonstrations have a form of their own, which alone saves more than a fiftieth."""
+NEVER_END = 0.05
+"""Of a model's answers: so few end that the ends may be accidents, and the rest is what the limit on tokens cut off."""
 NOTHING_LEARNED = 0.95
 """Of the loss of guessing. Knowing nothing but how frequent each token is already saves more than a twentieth."""
 MEMORISED_GAP, MEMORISED_FACTOR = 0.3, 1.5
@@ -79,8 +83,9 @@ def pretrain(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> Verdict:
     )
 
 
-def sft(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> Verdict:
-    """Against the model that it started from, on held-out demonstrations."""
+def sft(metrics: Mapping[str, Any], curves: Mapping[str, Line], ended: tuple[float, str] | None = None) -> Verdict:
+    """Against the model that it started from, on held-out demonstrations. `ended` is the share of its answers that come
+    to an end, and by whom and on how much that was taken, where it is known."""
     loss, base = metrics.get("eval_loss"), metrics.get("base_eval_loss")
     if loss is None or base is None:
         return Verdict("unknown", "open", "SFT tells no held-out loss, so nothing is known of what it learned.")
@@ -89,6 +94,13 @@ def sft(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> Verdict:
         return Verdict("made_it_worse", "bad", f"SFT made it worse: {change} nats per token.")
     if loss > base - SAME_LOSS:
         return Verdict("moved_nothing", "bad", f"SFT moved nothing: {change}.")
+    ends = ""
+    if ended is not None and ended[0] < NEVER_END:
+        ends = f", and the share of answers that come to an end is {share(ended[0])} ({ended[1]})"
+    if loss > (1 - LITTLE_GAIN) * base:
+        return Verdict("learned_little", "doubtful", f"SFT learned little: {change}{ends}.")
+    if ends:
+        return Verdict("never_ends", "doubtful", f"SFT learned, but not where an answer ends: {change}{ends}.")
     if line := curves.get("loss"):
         training = start_and_end(line)[1]
         if loss > training + MEMORISED_GAP and loss > MEMORISED_FACTOR * training:
@@ -194,12 +206,14 @@ def outcome(verdicts: Mapping[str, Verdict], model: str | None, unfinished: str 
     last = unfinished or list(verdicts)[-1]
     decisive, said = verdicts[last], [verdicts[last].sentence]
     others = [verdict for stage, verdict in verdicts.items() if stage != last]
-    weakest = next((found for tone in ("bad", "doubtful") for found in others if found.tone == tone), None)
+    is_of_settings = last == "ppo" and decisive.name in OF_SETTINGS
+    tones = ["bad", "doubtful", *(["open"] if decisive.tone == "good" or is_of_settings else [])]
+    weakest = next((found for tone in tones for found in others if found.tone == tone), None)
     if weakest is not None:
         said.append(f"{'A doubt is left' if decisive.tone == 'good' else 'Begin with this'}: {weakest.sentence}")
     elif others and decisive.tone == "good":
         said.append("No stage before it gives cause for doubt.")
-    elif others and last == "ppo" and decisive.name in OF_SETTINGS:
+    elif others and is_of_settings:
         said.append("The stages before it are good enough by their held-out figures: look at PPO's own settings first.")
     if model is not None:
         said.append(f"The last finished model is {model}.")

@@ -1,6 +1,7 @@
 """What the models of a run are measured with: held-out rows, rewards and a judge, and the models themselves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf.data.rows import prompt_text
+from rlhf.data.errors import ConnectionLost, RefusedError, first_line
+from rlhf.data.rows import Demonstration, Prompt, prompt_text
 from rlhf.data.tokens import Encoded
 from rlhf.stages.artifact import Artifact, code_digest, model_digest
 from rlhf.stages.evaluation import held_out, perplexity
 from rlhf.stages.evaluation.answers import Answer, Questions, Speaker, answers
 from rlhf.stages.evaluation.config import EvaluationSettings
 from rlhf.stages.evaluation.judges import judging
+from rlhf.stages.evaluation.places import refuse_other_rewards
 from rlhf.stages.evaluation.records import read_answers, read_figures, short_hash
 from rlhf.stages.evaluation.statistics import Floats
 from rlhf.stages.evaluation.subjects import Subject, ppo_settings, reward_models
@@ -63,27 +66,53 @@ class Bench:
         self.questions: Questions | None = None
         self.rewards: Rewards | None = None
         self.reward_name: str | None = None
+        self.scored_by: list[Any] = []
+        self.left_out: list[str] = []
+        """What could not be measured, and why."""
         if self.of_text is not None:
             make = self.asked.form == "full"
-            self.blocks = held_out.text(made["pretrain"], self.of_text, self.tokenizer, self.asked.num_tokens, make)
-        rows = held_out.demonstrations(of_sft) if of_sft else []
+            with self._or_left_out("the perplexity of text"):
+                self.blocks = held_out.text(made["pretrain"], self.of_text, self.tokenizer, self.asked.num_tokens, make)
+        rows: list[Demonstration] = []
         if of_sft is not None:
+            with self._or_left_out(f"the perplexity of responses{'' if of_ppo else ', all answers'}"):
+                rows = held_out.demonstrations(made["sft"], of_sft)
             self.rows = held_out.encoded_examples(self.tokenizer, rows, of_sft.max_length, self.asked.num_tokens)
+        prompts: list[Prompt] = []
         if of_ppo is not None:
-            self._ask(of_ppo, held_out.prompts(of_ppo), cut=False)
-        elif of_sft is not None:
-            self._ask(self._without_ppo(of_sft), held_out.prompts_of(rows), cut=True)
+            with self._or_left_out("all answers"):
+                prompts = held_out.prompts(made["ppo"], of_ppo)
+            if prompts:
+                self._ask(of_ppo, prompts, cut=False)
+            with self._or_left_out("scores"):
+                refuse_other_rewards(of_ppo, made["ppo"])
+                self._score(of_ppo)
+        elif of_sft is not None and rows:
+            law = self._without_ppo(of_sft)
+            self._ask(law, held_out.prompts_of(rows), cut=True)
+            self._score(law)
 
-    def _ask(self, law: PPOSettings, prompts: list[Any], cut: bool) -> None:
-        """Prompts are answered, and answers scored, as `law` says."""
+    @contextmanager
+    def _or_left_out(self, what: str) -> Iterator[None]:
+        """Go on without `what`, the figures that rest on data or rewards which are not there, or not as they were."""
+        try:
+            yield
+        except (RefusedError, ConnectionLost) as error:
+            self.left_out.append(f"{first_line(error)}; left out: {what}")
+
+    def _ask(self, law: PPOSettings, prompts: list[Prompt], cut: bool) -> None:
+        """Prompts are answered as `law` says."""
         fitting = held_out.encoded_prompts(self.tokenizer, prompts, law.max_prompt_length, self.asked.num_prompts, cut)
         self.questions = Questions(*fitting, law, self.tokenizer)
+
+    def _score(self, law: PPOSettings) -> None:
+        """Answers are scored as `law` says."""
         models = reward_models(law)
         functions = [spec.function for spec in law.rewards if spec.function is not None]
-        self.reward_name = " + ".join([*(Subject(model).name for model in models), *functions]) or None
         mixed_by = [[spec.weight for spec in law.rewards], law.ensemble, law.ensemble_penalty]
         digests = [model_digest(model, "evaluation") for model in models], [*map(code_digest, functions)]
         self.scored_by = [*digests, mixed_by]
+        self.reward_name = " + ".join([*(Subject(model).name for model in models), *functions]) or None
 
     def _without_ppo(self, of_sft: SFTSettings) -> PPOSettings:
         """How a run is asked that has no ppo, or none yet."""

@@ -78,6 +78,7 @@ def evaluate(
         "pairs": pairs,
         "best_of_n": curve,
         "tasks": tasks,
+        "left_out": bench.left_out,
         "answers_digest": short_hash(rows),
     }
     found = finite(found)

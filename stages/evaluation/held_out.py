@@ -12,6 +12,7 @@ from rlhf.data.errors import DataError
 from rlhf.data.rows import Demonstration, Prompt, prompt_key, read_demonstrations, read_prompts
 from rlhf.data.split import place, train_and_eval
 from rlhf.data.tokens import Encoded, encode_example, encode_prompt
+from rlhf.stages.evaluation.places import with_data_as_read
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.sft.config import SFTSettings
@@ -24,12 +25,17 @@ def text(
 ) -> Tensor | None:
     """Blocks [n, T + 1] of the held-out text of a finished pretrain stage, of `num_tokens` or all.
 
-    They are spread over the text. None where its tokens are not there any more and not to be made again.
+    They are spread over the text. None where its tokens are not there any more and not to be made again. Raises
+    DataError for text that is to be read again and is not there, or not as the stage read it.
     """
     from rlhf.stages.pretrain.corpus import held_out_blocks
 
     try:
-        blocks = held_out_blocks(folder, settings, tokenizer, make)
+        if any(source.weight is not None for source in settings.data):  # whose tokens are found by hashing the text
+            settings = with_data_as_read(settings, folder)
+        blocks = held_out_blocks(folder, settings, tokenizer, make=False)
+        if blocks is None and make:
+            blocks = held_out_blocks(folder, with_data_as_read(settings, folder), tokenizer, make=True)
     except PermissionError as error:
         raise DataError(f"{error.filename}: may not be read; change its mode") from None
     if blocks is None:
@@ -38,15 +44,20 @@ def text(
     return blocks[np.linspace(0, len(blocks) - 1, number).round().astype(int).tolist()]
 
 
-def demonstrations(settings: SFTSettings) -> list[Demonstration]:
-    """The held-out ones of an SFT stage, in an order of their prompts that is as good as chance."""
+def demonstrations(folder: Path, settings: SFTSettings) -> list[Demonstration]:
+    """The held-out ones of a finished SFT stage, in an order of their prompts that is as good as chance.
+
+    Raises RefusedError for rows that are not there, or not as the stage read them.
+    """
+    settings = with_data_as_read(settings, folder)
     rows = read_demonstrations(settings.data, settings.max_dropped).rows
     given = read_demonstrations(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
     return _held_out(rows, given, lambda row: prompt_key(row.prompt), settings.eval_share)
 
 
-def prompts(settings: PPOSettings) -> list[Prompt]:
-    """The held-out ones of a PPO stage, in such an order."""
+def prompts(folder: Path, settings: PPOSettings) -> list[Prompt]:
+    """The held-out ones of a finished PPO stage, in such an order. Raises RefusedError as `demonstrations` does."""
+    settings = with_data_as_read(settings, folder)
     rows = read_prompts(settings.data, settings.max_dropped).rows
     given = read_prompts(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
     return _held_out(rows, given, lambda prompt: prompt_key(prompt.messages), settings.eval_share)

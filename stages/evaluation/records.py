@@ -104,6 +104,8 @@ class Figures(BaseModel):
     pairs: list[Pair] = []
     best_of_n: list[BestOf] | None = None
     tasks: dict[str, dict[str, dict[str, Number]]] | None = None
+    left_out: list[str] = []
+    """What could not be measured, each with the stage's setting, its path and why."""
     answers_digest: str | None = None
     """`short_hash` of the rows of evaluation.jsonl that belong to it."""
 

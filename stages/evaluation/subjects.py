@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhf.data.errors import SettingsError
 from rlhf.stages.artifact import Artifact, model_digest
+from rlhf.stages.evaluation.places import model_as_read
 from rlhf.stages.evaluation.records import NAMES, read_figures
 from rlhf.stages.ppo.config import PPOSettings
 from rlhf.stages.settings_file import read_settings, settings_in
@@ -42,13 +43,13 @@ class Subject:
         return model_digest(self.reference, "evaluation")
 
     def started_from(self, run_dir: Path) -> "Subject":
-        """The model that its stage, sft or ppo, started from. Raises SettingsError as `in_run` does."""
+        """The model that its stage, sft or ppo, started from. Raises SettingsError as `_now` does."""
         assert self.made_by is not None
         folder = self.made_by.folder
         model = settings_in(folder).get("model")
         if not isinstance(model, str):
             raise SettingsError(f"{folder / 'settings.yaml'}: names no model to start from; put it back as it was")
-        return Subject(in_run(model, run_dir))
+        return Subject(_now(f"{self.stage}.model", model, folder, run_dir))
 
     def refuse_damage(self) -> None:
         """Raise SettingsError, with the cure, where its files are not all there, or not as its stage sealed them."""
@@ -74,6 +75,12 @@ def in_run(reference: str, run_dir: Path) -> str:
     if folder.parent.name in _own_folders(run_dir):
         raise missing_stage(run_dir, folder.parent.name)
     return reference
+
+
+def _now(name: str, reference: str, folder: Path, run_dir: Path) -> str:
+    """Where a model lies that the finished stage in `folder` read, by its setting `stage.setting`. Raises
+    SettingsError as `in_run` and `model_as_read` do."""
+    return in_run(model_as_read(name, reference, folder), run_dir)
 
 
 def missing_stage(run_dir: Path, name: str) -> SettingsError:
@@ -120,11 +127,17 @@ def find_subjects(run_dir: Path, done: Mapping[str, Path]) -> dict[str, Subject]
 
 
 def ppo_settings(folder: Path, run_dir: Path) -> PPOSettings:
-    """Those of a ppo stage, with the reward models where they are now. Raises SettingsError as `in_run` does."""
+    """Those of a ppo stage, with the reward models where they are now. Raises SettingsError as `_now` does."""
     settings = read_settings(folder, PPOSettings)
-    specs = [spec.model_copy(update={"model": spec.model and in_run(spec.model, run_dir)}) for spec in settings.rewards]
-    model = settings.reward_model and in_run(settings.reward_model, run_dir)
-    return settings.model_copy(update={"reward_model": model, "rewards": specs})
+
+    def now(name: str, model: str | None) -> str | None:
+        return model and _now(f"ppo.{name}", model, folder, run_dir)
+
+    specs = [
+        spec.model_copy(update={"model": now(f"rewards.{n}", spec.model)}) for n, spec in enumerate(settings.rewards)
+    ]
+    reward_model = now("reward_model", settings.reward_model)
+    return settings.model_copy(update={"reward_model": reward_model, "rewards": specs})
 
 
 def reward_models(settings: PPOSettings) -> list[str]:

@@ -144,3 +144,48 @@ def test_figures_and_report_are_written_though_nobody_reads_stdout(
             cli.main(["eval", "run", *words])
     assert (ended.value.code, stages.reports) == (0, 2)
     assert (RUN / "evaluation.json").exists()
+
+
+def test_a_failed_attempt_does_not_hide_the_models_that_were_finished_before(
+    world: Path, stages: FakeStages, rlhf: Call
+) -> None:
+    """Here of other text: no stage of the new recipe is finished."""
+
+    def broken(folder: Path) -> None:
+        raise RuntimeError("typo")
+
+    rlhf("run", "recipe.yaml", "--run-dir", "run")
+    (ppo,) = (path.name for path in RUN.glob("ppo-*"))
+    (pretrain,) = (path.name for path in RUN.glob("pretrain-*"))
+    stages.in_stage["pretrain"] = broken
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run", "pretrain.num_steps=7")[0] == 1
+    code, out, err = rlhf("eval", "run")
+    assert (code, ppo in out) == (0, True)
+    assert err == f"warning: no model of the last attempt is finished; measured is {ppo}, of an earlier one\n"
+    assert stages.evaluated[-1] == ["base", "sft", "ppo"]
+    told = f"pretrain: {pretrain} was finished before, with other settings, data or code"
+    assert told in rlhf("status", "run")[1].splitlines()
+    entries = json.loads(rlhf("status", "run", "--json")[1])["stages"]
+    assert entries["pretrain"]["finished_before"] == pretrain
+    assert "finished_before" not in entries["ppo"]  # which was not begun
+    stages.in_stage.clear()
+    assert rlhf("run", "recipe.yaml", "--run-dir", "run")[0] == 0
+    assert "finished before" not in rlhf("status", "run")[1]
+    assert rlhf("eval", "run")[2] == ""
+
+
+def test_what_could_not_be_measured_is_a_warning(
+    world: Path, stages: FakeStages, rlhf: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `rlhf eval`, and after the stage of a run."""
+    why = "sft.data: demos.jsonl: not as sft-1 had it, by its digest; left out: the perplexity of responses"
+
+    def evaluate(run_dir: Path, *given: Any) -> dict[str, Any]:
+        found = stages.evaluate(run_dir, *given) | {"left_out": [why]}
+        (run_dir / "evaluation.json").write_text(json.dumps(found))
+        return found
+
+    monkeypatch.setattr(sys.modules["rlhf.stages.evaluation.evaluate"], "evaluate", evaluate)
+    out = rlhf("run", "recipe.yaml", "--run-dir", "run", "--to", "pretrain")[1]
+    assert f"warning: evaluation: {why}" in out.splitlines()
+    assert rlhf("eval", "run")[2] == f"warning: {why}\n"

@@ -103,6 +103,41 @@ def test_no_second_figures_stand_below_a_verdict_that_rests_on_the_evaluation(tm
     assert not re.search(r"0\.85|7\.77|0\.31|0\.71", listed)
 
 
+def test_sft_whose_answers_never_end_is_doubted_by_the_figures_that_ppos_list_has(tmp_path: Path) -> None:
+    run_dir = evaluated(tmp_path, FULL | {"models": FULL["models"] | {"sft": MODEL | {"eos_share": 0.0}}})
+    set_metrics(run_dir, "ppo", num_eval_prompts=19, sft_eos_share=0.5)
+    told = "and the share of answers that come to an end is 0.00 ({})"
+    assert told.format("100 prompts, by rlhf eval") in words(page(run_dir))
+    set_metrics(run_dir, "ppo", num_eval_prompts=119, sft_eos_share=0.02)  # the stage asked more
+    assert told.format("119 prompts, at the end of the ppo stage").replace("0.00", "0.02") in words(page(run_dir))
+    set_metrics(run_dir, "ppo", sft_eos_share=0.5)
+    assert "SFT learned: " in words(page(run_dir))
+
+
+def test_what_was_not_measured_is_said_with_why(tmp_path: Path) -> None:
+    why = "sft.data: demos.jsonl: no such file or folder (looked from /here); left out: the perplexity of responses"
+    assert f"Not measured: {why}." in words(page(evaluated(tmp_path, FULL | {"left_out": [why]})))
+
+
+def test_an_evaluation_of_a_model_that_was_finished_before_a_failed_attempt_is_shown_with_its_name(
+    tmp_path: Path,
+) -> None:
+    run_dir = evaluated(tmp_path / "run", FULL)
+    manifest = run_dir / "ppo-0123abcd" / "manifest.json"
+    content = json.loads(manifest.read_text(encoding="utf-8"))
+    content["made_with"]["finished"] = "2026-01-01T00:00:00+00:00"
+    manifest.write_text(json.dumps(content), encoding="utf-8")
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    summary["stages"]["ppo"] = {"status": "failed", "folder": "ppo-feedbeef"}
+    (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    assert read_run(run_dir).warnings == []
+    shown = words(page(run_dir))
+    assert "The figures are of ppo-0123abcd, finished before the attempt that the verdicts are on." in shown
+    assert "PPO over SFT the judge 70 10 20" in shown
+    assert "ties count half 0.75" not in shown  # no list of figures beside "PPO is failed"
+    assert "all figures of this list" not in shown
+
+
 def test_an_interval_is_the_same_in_the_table_and_in_the_verdict(tmp_path: Path) -> None:
     pair = PAIR | {"win_rate": 0.75, "interval": (0.3, 0.95)}
     shown = words(page(evaluated(tmp_path, FULL | {"settings": {"num_prompts": 4}, "pairs": [pair]})))

@@ -73,9 +73,9 @@ QUALITY = {
 def test_quality_that_falls_while_the_score_rises_is_over_optimised() -> None:
     assert said(ppo_verdict.ppo(PPO | JUDGED, QUALITY, None, WINS), "over_optimised", "bad") == (
         "PPO over-optimised: the score rose from -0.100 to 3.40 while the quality by the judge, at its best 0.830 at "
-        "iteration 20, fell to 0.610 (SFT: 0.400); KL 34.0 nats per response. The policy of iteration 60 was kept, "
-        "with a win rate over SFT by the judge of 0.80 (100 prompts, 95 % interval 0.72 to 0.86) at the end of the ppo "
-        "stage."
+        "iteration 20, fell to 0.610 (SFT: 0.400); KL 34.0 nats per response at the end of training. The policy of "
+        "iteration 60 was kept, with a win rate over SFT by the judge of 0.80 (100 prompts, 95 % interval 0.72 to "
+        "0.86) at the end of the ppo stage."
     )
     assert "the win rate over SFT by the judge is 0.20" in said(
         ppo_verdict.ppo(PPO, {}, None, LOSES), "over_optimised", "bad"
@@ -139,6 +139,26 @@ def test_a_policy_that_is_still_sft_moved_nothing() -> None:
     )
 
 
+def test_a_verdict_takes_kl_and_score_of_the_policy_that_was_kept_and_names_whose_figures_they_are() -> None:
+    """And not the score of the last iteration beside the KL of the best: here 20 of 30."""
+    run = {"eval_score": curve(-0.4, 0.1, 0.9), "eval_kl": curve(0.0, 0.002, 0.7)}
+    kept = PPO | {"kl": 0.002, "score": 0.1, "sft_score": -0.4, "best_step": 20}
+    assert said(ppo_verdict.ppo(kept, run, None, EVEN), "moved_nothing", "bad") == (
+        "PPO moved nothing: KL 0.00200 nats per response, the score rose from -0.400 to 0.100; at the end of the ppo "
+        "stage."
+    )
+    assert "the score rose from -0.400 to 0.100, win" in said(
+        ppo_verdict.ppo(kept | {"kl": 3.0}, run, None, BY_SCORE), "raised_the_score", "doubtful"
+    )
+    evaluated = replace(EVEN, evaluated=True, source="by rlhf eval", kl=0.01, score=(0.2, 0.2))
+    assert said(ppo_verdict.ppo(kept, run, None, evaluated), "moved_nothing", "bad") == (
+        "PPO moved nothing: KL 0.0100 nats per response, the score stayed at 0.200; by rlhf eval."
+    )
+    for moved in (ppo_verdict.ppo(kept, run, None, replace(evaluated, kl=0.43)),
+                  ppo_verdict.ppo(kept | {"kl": 0.43}, run, None, evaluated)):  # fmt: skip
+        said(moved, "too_few_to_tell", "open")  # they contradict each other
+
+
 def test_answers_that_lose_while_the_score_falls_were_made_worse() -> None:
     said(ppo_verdict.ppo(PPO | {"score": -0.8}, {}, None, LOSES), "made_it_worse", "bad")
 
@@ -175,8 +195,7 @@ def test_all_figures_of_a_sentence_are_from_one_source_and_it_says_which() -> No
         "interval 0.66 to 0.83), KL 3.00 nats per response; by rlhf eval."
     )
     by_score = {"pairs": [pair | {"by": "score"}], "models": models, "form": "cheap"}
-    own = PPO | {"score_win_rate": 0.6, "num_eval_prompts": 100}
-    sentence = said(ppo_verdict.ppo(own, {}, None, gather(by_score, [], [], own)), "raised_the_score", "doubtful")
+    sentence = said(ppo_verdict.ppo(PPO, {}, None, gather(by_score, [], [], PPO)), "raised_the_score", "doubtful")
     assert "the score rose from 0.100 to 0.200" in sentence
     assert sentence.endswith("KL 3.00 nats per response; by rlhf eval --cheap.")
     told = ppo_verdict.ppo(stage, {}, None, gather(None, [], [], stage | {"win_rate": 0.8})).sentence
@@ -196,6 +215,19 @@ def test_an_evaluation_on_fewer_prompts_than_the_stage_asked_is_not_the_evidence
     assert gather({"pairs": [pair]}, rows[:16], rows[:16], {"win_rate": 0.8}).win_rate == 0.5
     told = {"win_rate": 0.8, "num_eval_prompts": 119}  # of which samples.jsonl has forty
     assert gather(None, [], rows, told) == Evidence(0.8, of_share(0.8, 119), None, True, 119)
+
+
+def test_the_cheap_form_is_no_evidence_where_the_stage_compared_answers_itself() -> None:
+    """`ppo: done` has told the stage's own KL, and an output has one."""
+    pair = {"one": "ppo", "other": "sft", "by": "score", "wins": 6, "ties": 0, "losses": 4, "win_rate": 0.6,
+            "interval": [0.3, 0.9]}  # fmt: skip
+    own = {"score_win_rate": 0.7, "num_eval_prompts": 10, "kl": 0.43}
+    models = {"ppo": {"kl": 0.0148}}
+    cheap, full = ({"form": form, "pairs": [pair], "models": models} for form in ("cheap", "full"))
+    sentence = ppo_verdict.ppo(PPO | own, {}, None, gather(cheap, [], [], own)).sentence
+    assert "KL 0.430 nats per response; at the end of the ppo stage." in sentence
+    assert gather(full, [], [], own).source == "by rlhf eval"
+    assert gather(cheap, [], [], {}).source == "by rlhf eval --cheap"
 
 
 def test_an_older_manifest_without_a_number_of_prompts_says_only_what_is_known() -> None:

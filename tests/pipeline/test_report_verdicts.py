@@ -36,6 +36,25 @@ def test_sft_is_held_against_its_base_model() -> None:
     said(verdicts.sft({"eval_loss": 1.0}, {}), "unknown", "open")
 
 
+def test_sft_that_gained_less_than_a_fiftieth_is_doubted() -> None:
+    little = SFT | {"base_eval_loss": 8.93, "eval_loss": 8.88}
+    sentence = said(verdicts.sft(little, {}), "learned_little", "doubtful")
+    assert sentence == "SFT learned little: held-out loss 8.93 → 8.88."
+    said(verdicts.sft(SFT | {"base_eval_loss": 2.0, "eval_loss": 1.97}, {}), "learned_little", "doubtful")
+    said(verdicts.sft(SFT | {"base_eval_loss": 2.0, "eval_loss": 1.95}, {}), "learned", "good")
+
+
+def test_sft_whose_answers_never_end_is_doubted() -> None:
+    told = "the share of answers that come to an end is 0.00 (16 prompts, by rlhf eval --cheap)."
+    ended = (0.0, "16 prompts, by rlhf eval --cheap")
+    assert said(verdicts.sft(SFT, {}, ended), "never_ends", "doubtful") == (
+        f"SFT learned, but not where an answer ends: held-out loss 1.92 → 1.31, and {told}"
+    )
+    little = verdicts.sft({"base_eval_loss": 8.93, "eval_loss": 8.88}, {}, ended)
+    assert said(little, "learned_little", "doubtful") == (f"SFT learned little: held-out loss 8.93 → 8.88, and {told}")
+    said(verdicts.sft(SFT, {}, (0.06, "")), "learned", "good")
+
+
 def test_sft_that_knows_its_demonstrations_by_heart_is_told() -> None:
     by_heart = verdicts.sft(SFT, {"loss": curve(*[2.0] * 9, 0.2)})
     assert "the loss on what it was trained on is 0.200" in said(by_heart, "memorised", "doubtful")
@@ -169,6 +188,16 @@ def test_where_no_stage_before_is_weak_ppos_settings_are() -> None:
     assert "look at PPO's own settings first" in verdicts.outcome(found, None)[1]
     found["ppo"] = ppo_verdict.ppo(PPO, {}, found["reward"], BY_SCORE)  # which no setting mends
     assert len(verdicts.outcome(found, None)) == 1
+
+
+def test_what_is_not_shown_of_a_stage_is_not_called_good_enough() -> None:
+    few = REWARD | {"accuracy": 0.57, "num_eval_prompts": 33}
+    found = {"sft": verdicts.sft(SFT, {}), "reward": verdicts.reward(few)}
+    told = "Too few to tell whether the reward model is better than guessing"
+    moved_nothing = ppo_verdict.ppo(PPO | {"kl": 0.001}, {}, None, EVEN)
+    assert verdicts.outcome(found | {"ppo": moved_nothing}, None)[1].startswith(f"Begin with this: {told}")
+    improved = ppo_verdict.ppo(PPO | JUDGED, {}, None, WINS)
+    assert verdicts.outcome(found | {"ppo": improved}, None)[1].startswith(f"A doubt is left: {told}")
 
 
 def test_a_good_run_says_so_and_keeps_its_doubts() -> None:

@@ -144,14 +144,13 @@ def never_pays(prompts: list[str], responses: list[str]) -> list[float]:
     raise SystemExit(0)
 
 
-def test_a_reward_that_fails_is_named_and_ends_the_evaluation(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_reward_that_fails_is_named_and_ends_the_evaluation(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though its function would have ended the process."""
     given = model_folders(tmp_path, tokenizer) | {"reward_model": None}
     run_ppo(tmp_path / "ppo", given | {"rewards": [{"function": f"{__name__}:pays"}]}, num_iterations=1)
-    settings = tmp_path / "ppo" / "settings.yaml"
-    settings.write_text(settings.read_text().replace(f"{__name__}:pays", f"{__name__}:never_pays"))
-    with pytest.raises(
-        EvaluationFailed, match=r"^reward test_evaluation_judges:never_pays: raised SystemExit: 0 \(row 1"
-    ):
+    monkeypatch.setattr(f"{__name__}.pays", never_pays)
+    with pytest.raises(EvaluationFailed, match=r"^reward test_evaluation_judges:pays: raised SystemExit: 0 \(row 1"):
         evaluate(tmp_path, {"ppo": tmp_path / "ppo"}, cheap(None))
     assert not (tmp_path / "evaluation.json").exists()
