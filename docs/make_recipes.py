@@ -23,7 +23,12 @@ INTRODUCTION = """# All settings
 
 A recipe is a YAML file with a section per stage; a section that is left out is a stage that does not run. Any setting
 can be given on the command line, dotted: `rlhf run RECIPE ppo.kl_coef=0.1`. `${seed}` takes over another value of the
-file. Shipped recipes go by name: `rlhf run demo` ([what they reach](shipped.md)).
+file. Shipped recipes go by name: `rlhf run demo` ([what they reach](shipped.md)). Paths are relative to the folder that
+`rlhf` is started in, wherever the recipe lies.
+
+A model may be a folder or a hub id, and also the folder of a stage or of a run. Of a run it is the newest model of the
+last stage that is finished, of ppo, sft or pretrain; where a reward model is wanted, of reward. `rlhf plan` and
+`rlhf run` say which one that is.
 
 `seed`, `eval_share` and `judge` at the top are taken over by every section that does not set its own; but `feedback`
 does not take over the judge. A setting that would have no effect beside the others is refused.

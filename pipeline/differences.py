@@ -77,11 +77,13 @@ def in_short(found: list[str]) -> str:
 def identity_of(artifact: Artifact) -> Identity:
     """What a sealed folder was made from."""
     manifest = artifact.manifest
-    return Identity(manifest["stage"], manifest["inputs"], manifest["data"], manifest["settings"])
+    return Identity(
+        manifest["stage"], manifest["inputs"], manifest["data"], manifest["settings"], manifest.get("code", {})
+    )
 
 
 def differences(now: Identity, then: Identity) -> list[str]:
-    """Settings that differ, with both values, inputs and data."""
+    """Settings that differ, with both values, inputs, data and functions."""
     stage = now.stage
     old, new = _flat(then.settings), _flat(now.settings)
     found = [
@@ -89,13 +91,16 @@ def differences(now: Identity, then: Identity) -> list[str]:
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and name != "attempt"
     ]
-    found += [
-        f"input {UPSTREAM.get((stage, name), name)} changed"
-        for name in sorted(then.inputs.keys() | now.inputs.keys())
-        if then.inputs.get(name) != now.inputs.get(name)
-    ]
-    names = sorted(then.data.keys() | now.data.keys())
-    return found + [f"{stage}.{name} changed" for name in names if then.data.get(name) != now.data.get(name)]
+    for were, are in ((then.inputs, now.inputs), (then.data, now.data)):
+        for name in sorted(were.keys() | are.keys()):
+            if were.get(name) == are.get(name):
+                continue
+            was, function = then.code.get(name), now.code.get(name)
+            if function is not None and was == function:
+                found.append(f"the file of {function} changed")
+            else:
+                found.append(f"{stage}.{name} {f'{was} → {function}' if was and function else 'changed'}")
+    return found
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

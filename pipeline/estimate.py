@@ -165,7 +165,7 @@ def show(found: dict[str, Any]) -> None:
         fits = "fits" if of_stage["fits"] else "does not fit"
         peak = f"{of_stage['peak_gib']:.2f} GiB in {of_stage['precision']}"
         print(f"{stage}: {_shared(of_stage)}{peak}, {fits}; {took}")
-        for line in [*map(_change, of_stage["changes"]), *of_stage["notes"]]:
+        for line in [*map(_change, of_stage["changes"]), *_not_enough(of_stage), *of_stage["notes"]]:
             print(f"  {line}")
     for line in found["left_out"]:
         print(f"left out: {line}")
@@ -181,9 +181,25 @@ def _shared(of_stage: dict[str, Any]) -> str:
     return f"{of_stage['num_processes']} processes{machines}, {layout}{f' ({others})' if others else ''}; each "
 
 
+def _not_enough(of_stage: dict[str, Any]) -> Iterator[str]:
+    """What is left where no settings are known with which a stage fits."""
+    if not of_stage["fits"] and not any(change["fits"] for change in of_stage["changes"]):
+        what = "none of these is enough" if of_stage["changes"] else "no setting is known that would help"
+        yield f"{what}; take a larger device, more of them (--devices NUMBERxNAME), or a smaller model"
+
+
 def _change(change: dict[str, Any]) -> str:
-    words = " ".join(f"{name}={_word(value)}" for name, value in change["settings"].items())
+    words = " ".join(word for name, value in change["settings"].items() for word in _words(name, value))
     return f"{words}: {change['peak_gib']:.2f} GiB{', fits' if change['fits'] else ''}"
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    """A setting as a command line takes it: with quotes in it, a shell would take them away."""
+    if isinstance(value, dict) and value:
+        for part, of_part in value.items():
+            yield from _words(f"{name}.{part}", of_part)
+    else:
+        yield f"{name}={_word(value)}"
 
 
 def _word(value: Any) -> str:

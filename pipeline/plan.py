@@ -1,7 +1,7 @@
 """What a run would do with each stage, and why: no folder, run; no manifest in it, resume; sealed, reuse."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +12,7 @@ from rlhf.data.sources import Source
 from rlhf.pipeline.differences import UPSTREAM, differences, identity_of, unheard, why_new
 from rlhf.pipeline.lock import holder_of
 from rlhf.pipeline.recipe import Recipe
-from rlhf.pipeline.references import newest_sealed, with_models
+from rlhf.pipeline.references import models_of, newest_sealed, with_models
 from rlhf.pipeline.summary import as_sealed, in_round, rated_now, read_summary, stage_status, with_progress
 from rlhf.stages.artifact import STEPS, Artifact, Identity, data_digests, identify, input_digest
 from rlhf.stages.checkpoints import newest_checkpoint
@@ -45,7 +45,7 @@ class Step:
     identity: Identity | None = None
     round: int = 1
     notes: tuple[str, ...] = ()
-    """What people said that it will not have."""
+    """Which models are meant, and what people said that it will not have."""
 
     @property
     def name(self) -> str:
@@ -63,6 +63,11 @@ class Scope:
     first: str | None = None
     last: str | None = None
     force: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def alone(self) -> str | None:
+        """The stage that alone is asked for, where it is one."""
+        return self.first if self.first == self.last else None
 
     def check(self, recipe: Recipe) -> None:
         """Refuse stage names that the recipe does not have."""
@@ -154,10 +159,20 @@ def plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Sco
     step = _plan_stage(recipe, stage, run_dir, made, scope, round_)
     if step is None:
         return None
-    notes: tuple[str, ...] = ()
-    if isinstance(step.settings, FeedbackSettings) and step.action in ("run", "resume"):
-        notes = tuple(unheard(step.settings, step.identity, run_dir, step.reason))
-    return replace(step, round=round_, notes=notes)
+    notes: list[str] = []
+    if step.action in ("run", "resume") and (section := recipe.section(stage)) is not None:
+        notes += _meant(section)
+        if isinstance(step.settings, FeedbackSettings):
+            notes += unheard(step.settings, step.identity, run_dir, step.reason)
+    return replace(step, round=round_, notes=tuple(notes))
+
+
+def _meant(section: StageSettings) -> Iterator[str]:
+    """Which models those are that a recipe names as runs or stages."""
+    for (where, named), (_, model) in zip(models_of(section), models_of(with_models(section)), strict=True):
+        if model != named:
+            name = where.removeprefix(f"{section.stage}.")
+            yield f"starts from {model}" if name == "model" else f"its {name} is {model}"
 
 
 def _plan_stage(recipe: Recipe, stage: str, run_dir: Path, made: Made, scope: Scope, round_: int) -> Step | None:

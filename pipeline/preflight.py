@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.data import rows
 from rlhf.data.documents import Documents, plain_documents
-from rlhf.data.errors import DataError, SettingsError
+from rlhf.data.errors import DataError, SettingsError, TooManyUnusable
 from rlhf.data.feedback.store import Store
 from rlhf.data.hub import refuse_unknown
 from rlhf.data.sources import Source, is_streamed
@@ -65,7 +65,7 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
     gpus = visible_gpus()
     refuse_bad_configs(recipe, [settings.stage for settings in to_run], gpus, say)
     problems = [line for settings in to_run for line in misfits(settings, recipe, gpus)]
-    problems += too_long(steps, recipe)
+    problems += misused_models(steps, recipe)
     if problems:
         raise SettingsError("\n".join(problems))
     for settings in to_run:
@@ -77,7 +77,10 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
             settings.refuse_missing_bitsandbytes()
         text = settings.model_dump(include=_OF_THE_TEXT) if isinstance(settings, PretrainSettings) else None
         if text is None or text not in read:  # the variants of a sweep have one text
-            _refuse_bad_rows(settings, say)
+            try:
+                _refuse_bad_rows(settings, say)
+            except TooManyUnusable as error:
+                raise TooManyUnusable(error.found, error.share, settings.stage) from None
         if text is not None:
             read.append(text)
     reused = {step.folder.absolute() for step in steps if verify and step.action == "reuse" and step.folder}
@@ -88,7 +91,27 @@ def refuse_bad_input(steps: list[Step], recipe: Recipe, run_dir: Path, say: Say,
         refuse_damaged_model(model, verify)
 
 
-def too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
+def misused_models(steps: list[Step], recipe: Recipe) -> Iterator[str]:
+    """What stages cannot do with the models that they name, so far as the configs of those in local folders tell."""
+    yield from _reward_models(steps)
+    yield from _too_long(steps, recipe)
+
+
+def _reward_models(steps: list[Step]) -> Iterator[str]:
+    """Reward models where a language model is needed, which is everywhere but in the reward stage."""
+    for step in steps:
+        if step.settings is None or step.stage == "reward" or step.action not in ("run", "resume"):
+            continue
+        model = step.settings.inputs().get("model")
+        kinds = (config_in(Path(model)) if model is not None else {}).get("architectures")
+        if isinstance(kinds, list) and any("ForSequenceClassification" in str(kind) for kind in kinds):
+            yield (
+                f"{step.stage}.model: '{model}' is a reward model, not a language model; name the sft or ppo stage's "
+                "model"
+            )
+
+
+def _too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
     """Sequences that the model has no positions for. One that is still to be made has those of the model that it starts
     from; what is not in a local folder is the stage's to check."""
     made: dict[str, int | None] = {}
@@ -105,7 +128,23 @@ def too_long(steps: list[Step], recipe: Recipe) -> Iterator[str]:
             continue
         longest = settings.longest()
         if longest is not None and longest[1] > positions:
-            yield f"{longest[0]} is {longest[1]}, but the model has {positions} positions; lower it"
+            cure = " ".join(f"{step.stage}.{name}={value}" for name, value in _that_fit(settings, positions).items())
+            yield f"{longest[0]} is {longest[1]}, but the model has {positions} positions; set {cure}"
+
+
+def _that_fit(settings: StageSettings, positions: int) -> dict[str, int]:
+    """Lengths that a model has positions for, of those that have to change. PPO's two share them: each keeps its own so
+    far as that leaves half of them to the other."""
+    if isinstance(settings, PPOSettings):
+        prompt, new = settings.max_prompt_length, settings.max_new_tokens
+        new = min(new, max(positions // 2, positions - prompt))
+        found = {"max_prompt_length": min(prompt, positions - new), "max_new_tokens": new}
+    else:
+        found = dict.fromkeys(settings.length_fields, positions)
+        sampled = settings.num_sampled_answers if isinstance(settings, RewardSettings) else 1
+        if isinstance(settings, FeedbackSettings | RewardSettings) and sampled and settings.max_new_tokens >= positions:
+            found["max_new_tokens"] = positions // 2  # which must leave room for a prompt
+    return {name: value for name, value in found.items() if getattr(settings, name) != value}
 
 
 def _has_answers(step: Step) -> bool:
@@ -119,13 +158,20 @@ def _has_answers(step: Step) -> bool:
 
 def positions_in(model: Path) -> int | None:
     """Those of the model in a local folder; None where that cannot be read, or does not say."""
+    config = config_in(model)
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    found = text.get("max_position_embeddings", text.get("n_positions"))  # the latter in GPT-2's
+    return found if isinstance(found, int) else None
+
+
+def config_in(model: Path) -> dict[str, Any]:
+    """The config of the model in a local folder; empty where that cannot be read: the stage will say what is wrong."""
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config", config)
-        found = text.get("max_position_embeddings", text.get("n_positions"))  # the latter in GPT-2's
-    except (OSError, ValueError, AttributeError):  # the stage will say what is wrong with it
-        return None
-    return found if isinstance(found, int) else None
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:

@@ -115,7 +115,7 @@ def plan(
     Data are hashed, and their rows not read: `rlhf run` does that before it trains, `rlhf data check` at once.
     """
     from rlhf.pipeline.plan import Scope, make_plan, with_running
-    from rlhf.pipeline.preflight import too_long
+    from rlhf.pipeline.preflight import misused_models
     from rlhf.pipeline.progress import waiting
     from rlhf.pipeline.recipe import load_recipe
     from rlhf.pipeline.references import models_of
@@ -137,7 +137,7 @@ def plan(
     if any(step.action in ("run", "resume") for step in steps):
         print("rows were not read: `rlhf run` does so before it trains, `rlhf data check PATH --as KIND` at once")
     print(f"run folder: {in_one_line(str(folder))}")
-    if problems := list(too_long(steps, loaded)):
+    if problems := list(misused_models(steps, loaded)):
         raise SettingsError("\n".join(problems))
 
 
@@ -234,8 +234,9 @@ def _run(
     source = Path(recipe) if Path(recipe).is_file() else None
     loaded = load_recipe(recipe, overrides or ())
     entries = run(loaded, folder, scope, lambda text: print(text, flush=True), source, verify)
-    _stage_table({stage: asdict(entry) for stage, entry in entries.items()})
-    _verdicts(folder)
+    shown = list(entries) if scope.alone is None else [scope.alone]
+    _stage_table({stage: asdict(entries[stage]) for stage in shown})
+    _verdicts(folder, shown)
     print(f"report: {folder / 'report.html'}")
     if any(entries[name].status == "done" for name in entries if name.partition(" ")[0] in POLICIES):
         told = shlex.quote(str(folder))
@@ -271,14 +272,14 @@ def _sweep(sweep: str, recipe: str, overrides: list[str], run_dir: Path, force: 
         raise RunFailed(f"{len(failed)} of {len(rows)} variants failed; run again to go on. {failed[0]['error']}")
 
 
-def _verdicts(run_dir: Path) -> None:
-    """What the report says of each finished stage, in a line each."""
+def _verdicts(run_dir: Path, stages: list[str]) -> None:
+    """What the report says of these stages, so far as they are finished, in a line each."""
     from rlhf.pipeline.report.judgement import SIGNS, judge_run
     from rlhf.pipeline.report.run import read_run
 
     read = read_run(run_dir)
     for stage, verdict in judge_run(read).items():
-        if read.stages[stage].done:
+        if stage in stages and read.stages[stage].done:
             print(f"{SIGNS[verdict.tone]} {verdict.sentence}".replace("\u00a0", " "))
 
 

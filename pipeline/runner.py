@@ -122,7 +122,8 @@ def run_steps(
                 return entries, changed, failed
         if step.action in ("run", "skip") and step.folder is None:  # its inputs exist now, and with them its key
             step = plan_stage(recipe, step.stage, run_dir, made, scope, step.round) or step
-        say(_describe(step))
+        if step.action != "skip" or scope.alone is None:
+            say(_describe(step))
         for note in step.notes:
             say(f"{step.name}: {note}")
         if step.action in ("run", "resume"):

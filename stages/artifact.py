@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -67,6 +67,8 @@ class Identity:
     """Digest of each source of rows (and of the code of judges and rewards), by field name."""
     settings: dict[str, Any]
     """The settings that change the result."""
+    code: dict[str, str] = field(default_factory=dict)
+    """Each `module:function` whose digest is in `data`, by field name; told of, and not in the key."""
 
     @property
     def key(self) -> str:
@@ -90,7 +92,7 @@ def identify(settings: StageSettings) -> Identity:
                 f"{settings.stage}.{name}: not set; name a model folder or hub id, or run the stage before it"
             )
         inputs[name] = input_digest(name, reference, settings.stage)
-    return Identity(settings.stage, inputs, data_digests(settings), settings.result_settings())
+    return Identity(settings.stage, inputs, data_digests(settings), settings.result_settings(), settings.code())
 
 
 def data_digests(settings: StageSettings) -> dict[str, str]:
@@ -298,6 +300,7 @@ def seal(
         "key": identity.key,
         "inputs": identity.inputs,
         "data": identity.data,
+        "code": identity.code,
         "rows": rows or {},
         "settings": identity.settings,
         "hand_over": hand_over,

@@ -166,10 +166,11 @@ def _notes(model: PreTrainedModel | ScalarModel, inner: PreTrainedModel) -> list
             "`trust_remote_code=True`."
         )
     if isinstance(model, ScalarModel):
-        read = "the mean over the answer's tokens" if model.pooling == "mean" else "at the answer's last token"
+        read = "the mean of its head's numbers over" if model.pooling == "mean" else "its head's number at the last of"
+        less = f"{'+' if model.mean < 0 else '-'} {abs(model.mean):.6g}"
         notes.append(
-            f"Its score is the number of its head {read}, minus {model.mean:.6g}, over {model.std:.6g} "
-            "(`rlhf_score` in config.json); logits of transformers are not normalised."
+            f"Its score is (x {less}) / {model.std:.6g}, where x is {read} the answer's tokens (`rlhf_score` in "
+            "config.json); logits of transformers are not normalised."
         )
     return notes
 

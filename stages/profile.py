@@ -3,6 +3,7 @@
 Set RLHF_PROFILE for a stage that is run by hand, which is what `rlhf STAGE --profile` does.
 """
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -224,6 +225,7 @@ class Trace:
         elif step >= self._first and not self._written:
             self._phases.end()  # a phase that began before would not be in the trace
             on_device = [ProfilerActivity.CUDA] if self._phases.device.type == "cuda" else []
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read now; below it says on stderr that it starts and stops
             self._profiler = profile(activities=[ProfilerActivity.CPU, *on_device], acc_events=True)
             self._profiler.start()
 

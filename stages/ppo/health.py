@@ -6,7 +6,7 @@ training state: a resumed run must find what the uninterrupted one would have fo
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Where a "healthy" figure is named below, it is N+'s (Huang et al. 2024, TL;DR, answers of 53 tokens).
@@ -50,7 +50,14 @@ class Finding:
     """One thing that is going wrong: what was seen, what it usually means, what to try."""
 
     name: str
-    message: str
+    seen: str
+    advice: str = ""
+    """Left out where the same was told before."""
+
+    @property
+    def message(self) -> str:
+        """All of it, in sentences."""
+        return f"{self.seen}: {self.advice}" if self.advice else f"{self.seen}, which was told before with what to try."
 
 
 class Health:
@@ -71,6 +78,7 @@ class Health:
         self._recent: list[dict[str, float]] = []  # the last rows, of KL_EPISODES together
         self._critic_below_zero = 0  # iterations in a row
         self._active: dict[str, int] = {}  # finding → iterations since it was last seen
+        self._told: set[str] = set()  # findings of which all was said
 
     @property
     def active(self) -> list[str]:
@@ -81,13 +89,14 @@ class Health:
         """Everything that later findings depend on, for JSON."""
         return {
             "iterations": self._iterations, "start": self._start[:], "recent": self._recent[:],
-            "critic_below_zero": self._critic_below_zero, "active": dict(self._active),
+            "critic_below_zero": self._critic_below_zero, "active": dict(self._active), "told": sorted(self._told),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict()`."""
         self._iterations, self._critic_below_zero = state["iterations"], state["critic_below_zero"]
         self._start, self._recent, self._active = state["start"][:], state["recent"][:], dict(state["active"])
+        self._told = set(state.get("told", self._active))  # a checkpoint may be of before there was such a list
 
     def check(self, row: dict[str, float]) -> list[Finding]:
         """Take the next iteration's metrics; the findings that were not there before."""
@@ -110,8 +119,11 @@ class Health:
         ])  # fmt: skip
 
     def _news(self, found: list[Finding]) -> list[Finding]:
-        """Those of `found` that are not active yet; active ones that stay away for long enough are forgotten."""
+        """Those of `found` that are not active yet, in short where they were told before; active ones that stay away
+        for long enough are forgotten."""
         news = [finding for finding in found if finding.name not in self._active]
+        news = [replace(finding, advice="") if finding.name in self._told else finding for finding in news]
+        self._told |= {finding.name for finding in news}
         self._active = {name: n + 1 for name, n in self._active.items() if n + 1 < CLEAR_AFTER}
         self._active |= {finding.name: 0 for finding in found}
         return news
@@ -124,9 +136,10 @@ class Health:
         if abs(ratio - 1) > RATIO_DRIFT or approx_kl > APPROX_KL or clipped > CLIP_FRACTION:
             yield Finding(
                 "ratio_blow_up",
-                f"One iteration's updates moved the policy far from the one that sampled: mean ratio {ratio:.3g}, "
-                f"approx_kl {approx_kl:.2g} nats per token, {clipped:.0%} of tokens clipped. The steps are too large: "
-                "lower ppo.learning_rate or ppo.num_epochs, set ppo.target_kl, or raise ppo.rollout_batch_size.",
+                f"One iteration's updates moved the policy far from the one that sampled (mean ratio {ratio:.3g}, "
+                f"approx_kl {approx_kl:.2g} nats per token, {clipped:.0%} of tokens clipped)",
+                "the steps are too large. Lower ppo.learning_rate or ppo.num_epochs, set ppo.target_kl, or raise "
+                "ppo.rollout_batch_size.",
             )
 
     def _of_critic(self, row: dict[str, float]) -> Iterator[Finding]:
@@ -134,9 +147,10 @@ class Health:
             yield Finding(
                 "critic_useless",
                 f"The critic's explained variance has been below zero for {self._critic_below_zero} iterations (now "
-                f"{row['explained_variance']:.2f}): it predicts returns worse than a constant would, and only adds "
-                "noise to the advantages. Raise ppo.critic_learning_rate, or ppo.critic_warmup_iterations to let it "
-                "learn before the policy moves; a small ppo.value_clip_range can hold it back.",
+                f"{row['explained_variance']:.2f})",
+                "it predicts returns worse than a constant would, and only adds noise to the advantages. Raise "
+                "ppo.critic_learning_rate, or ppo.critic_warmup_iterations to let it learn before the policy moves; a "
+                "small ppo.value_clip_range can hold it back.",
             )
 
     def _of_answers(self, start: dict[str, float], now: dict[str, float]) -> Iterator[Finding]:
@@ -147,39 +161,42 @@ class Health:
             yield Finding(
                 "negative_kl",
                 f"The mean KL to the reference over {num_episodes} episodes is {_mean(kls):.3g} nats, and a KL cannot "
-                "be negative: answers are sampled from another distribution than the one that is scored. Look for "
-                "top_k, top_p, another temperature or a stale cache in sampling and for dropout in scoring, or try "
-                "ppo.precision fp32.",
+                "be negative",
+                "answers are sampled from another distribution than the one that is scored. Look for top_k, top_p, "
+                "another temperature or a stale cache in sampling and for dropout in scoring, or try ppo.precision "
+                "fp32.",
             )
         if "kl" in now and now["kl"] > (limit := max(KL_FLOOR, KL_PER_TOKEN * now.get("length", 0.0))):
             yield Finding(
                 "kl_blow_up",
-                f"The KL to the reference is {now['kl']:.3g} nats per answer (more than {limit:.3g}): the policy has "
-                "probably found what the reward gets wrong. Read some answers and prefer an earlier checkpoint; "
-                "raise ppo.kl_coef or steer it by ppo.kl_target, or lower ppo.learning_rate or ppo.num_iterations.",
+                f"The KL to the reference is {now['kl']:.3g} nats per answer (more than {limit:.3g})",
+                "the policy has probably found what the reward gets wrong. Read some answers and prefer an earlier "
+                "checkpoint; raise ppo.kl_coef or steer it by ppo.kl_target, or lower ppo.learning_rate or "
+                "ppo.num_iterations.",
             )
         if "entropy" in now and now["entropy"] < ENTROPY_SHARE * start["entropy"]:
             yield Finding(
                 "entropy_collapse",
-                f"Entropy fell from {start['entropy']:.3g} to {now['entropy']:.3g} nats per token: the policy says "
-                "almost the same thing each time and has stopped exploring. Raise ppo.kl_coef, ppo.entropy_coef or "
-                "ppo.temperature, or lower ppo.learning_rate.",
+                f"Entropy fell from {start['entropy']:.3g} to {now['entropy']:.3g} nats per token",
+                "the policy says almost the same thing each time and has stopped exploring. Raise ppo.kl_coef, "
+                "ppo.entropy_coef or ppo.temperature, or lower ppo.learning_rate.",
             )
         if "eos_share" in now and now["eos_share"] < start["eos_share"] - EOS_DROP:
             yield Finding(
                 "eos_collapse",
                 f"Only {now['eos_share']:.0%} of answers end within {self.max_new_tokens} tokens; at the start "
-                f"{start['eos_share']:.0%} did. The reward likes answers that go on: set or raise "
-                "ppo.missing_eos_penalty, or raise ppo.max_new_tokens if good answers need the room.",
+                f"{start['eos_share']:.0%} did",
+                "the reward likes answers that go on. Set or raise ppo.missing_eos_penalty, or raise "
+                "ppo.max_new_tokens if good answers need the room.",
             )
         if "length" in now and not start["length"] / LENGTH_FACTOR <= now["length"] <= start["length"] * LENGTH_FACTOR:
             longer = now["length"] > start["length"]
             cure = "set ppo.overlong_buffer" if longer else "lower ppo.missing_eos_penalty"
             yield Finding(
                 "length_drift",
-                f"Answers went from {start['length']:.3g} to {now['length']:.3g} tokens on average: the reward "
-                f"may pay for {'length' if longer else 'brevity'} itself. Compare its scores of long and short answers "
-                f"of equal quality; raise ppo.kl_coef or {cure}.",
+                f"Answers went from {start['length']:.3g} to {now['length']:.3g} tokens on average",
+                f"the reward may pay for {'length' if longer else 'brevity'} itself. Compare its scores of long and "
+                f"short answers of equal quality; raise ppo.kl_coef or {cure}.",
             )
 
     def _of_scores(self, row: dict[str, float], start: dict[str, float], now: dict[str, float]) -> Iterator[Finding]:
@@ -191,15 +208,15 @@ class Health:
                 yield Finding(
                     "equal_scores",
                     f"Episodes all get the same score ({row.get('score', 0.0):.4g}; {window * self.num_episodes} of "
-                    f"them): there is nothing to learn from. Check that the answers are read by {self.rewards}, that "
-                    "they are neither all empty nor all identical, and that ppo.score_clip does not flatten their "
-                    "scores.",
+                    "them)",
+                    f"there is nothing to learn from. Check that the answers are read by {self.rewards}, that they are "
+                    "neither all empty nor all identical, and that ppo.score_clip does not flatten their scores.",
                 )
         elif now["score_std"] < SPREAD_SHARE * start["score_std"]:
             yield Finding(
                 "reward_saturation",
-                f"The scores' standard deviation fell from {start['score_std']:.3g} to {now['score_std']:.3g}: the "
-                "reward no longer tells answers apart, and what is left to learn is noise. Stop here (lower "
+                f"The scores' standard deviation fell from {start['score_std']:.3g} to {now['score_std']:.3g}",
+                "the reward no longer tells answers apart, and what is left to learn is noise. Stop here (lower "
                 "ppo.num_iterations), widen ppo.score_clip if it is set, or go on with a reward that tells these "
                 "answers apart, such as a reward model that was trained on answers of this policy.",
             )
@@ -208,9 +225,10 @@ class Health:
 def _non_finite(names: list[str], rewards: str) -> Finding:
     return Finding(
         "non_finite",
-        f"Not a finite number: {', '.join(names)}. Something overflowed, or a score was no number, and the weights may "
-        "be spoilt. Go back to the last checkpoint with a lower ppo.learning_rate or ppo.max_grad_norm, try "
-        f"ppo.precision fp32, and check what is returned by {rewards}.",
+        f"No finite number in {', '.join(names)}",
+        "something overflowed, or a score was no number, and the weights may be spoilt. Go back to the last checkpoint "
+        "with a lower ppo.learning_rate or ppo.max_grad_norm, try ppo.precision fp32, and check what is returned by "
+        f"{rewards}.",
     )
 
 

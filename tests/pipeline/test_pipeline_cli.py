@@ -69,7 +69,7 @@ def test_a_plan_of_what_the_model_has_no_positions_for_is_refused_as_the_run_is(
     assert (
         err
         == rlhf("run", *words, *short)[2]
-        == "error: sft.max_length is 65, but the model has 64 positions; lower it\n"
+        == "error: sft.max_length is 65, but the model has 64 positions; set sft.max_length=64\n"
     )
 
 
@@ -90,6 +90,19 @@ def test_one_stage_alone_takes_its_input_from_the_run_folder_or_the_recipe(
     code, _, err = rlhf("ppo", "recipe.yaml", "ppo=null", "--run-dir", "one")
     assert code == 2
     assert "no section 'ppo'" in err
+
+
+def test_one_stage_alone_tells_of_no_other_but_what_it_starts_from(world: Path, stages: FakeStages, rlhf: Call) -> None:
+    stages.metrics = {"sft": {"eval_loss": 1.0, "base_eval_loss": 2.0}}
+    words = ("recipe.yaml", "sft.model=owner/name", "--run-dir", "one")
+    first = rlhf("sft", *words)[1].splitlines()
+    assert [line.split()[0] for line in first[:4]] == ["sft:", "sft:", "stage", "sft"]
+    assert not [line for line in first if line.startswith(("pretrain", "reward", "ppo"))]
+    second = rlhf("reward", *words)[1].splitlines()
+    assert [line.split()[0] for line in second[:5]] == ["sft:", "reward:", "reward:", "stage", "reward"]
+    assert second[0].startswith("sft: reuse sft-")
+    assert not [line for line in second[5:] if line.startswith(("sft", "ppo")) or "SFT" in line]
+    assert "ppo: skip (after reward)" in rlhf("run", *words, "--to", "reward")[1].splitlines()
 
 
 def test_status_marks_an_over_optimised_run(world: Path, stages: FakeStages, rlhf: Call) -> None:

@@ -1,6 +1,7 @@
 """`rlhf estimate`: what is asked of the process that may import torch, and how its answer is shown."""
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 from pipeline_world import write_recipe, write_rows
 
 from rlhf.pipeline import estimate, progress
+from rlhf.pipeline.recipe import load_recipe
 
 
 def phase(total: float, seconds: float, times: int | None, sending: float = 0.0, **gib: float) -> dict[str, Any]:
@@ -85,6 +87,26 @@ def test_the_table_shows_each_phase_and_what_to_change_and_the_exit_code_is_0(ch
         "  ppo.layout=adapters: 20.00 GiB, fits",
         "  ppo.microbatch_size=4 ppo.offload=true: 80.00 GiB",
     ]
+
+
+def test_that_nothing_is_enough_is_said(child: Child, rlhf: Call) -> None:
+    """Beside a change that fits nothing is said (above)."""
+    of_ppo = child.answer["stages"]["ppo"]
+    for told, what in ((of_ppo["changes"][1:], "none of these is enough"), ([], "no setting is known that would help")):
+        child.answer = ANSWER | {"stages": {"ppo": of_ppo | {"changes": told}}}
+        assert rlhf("estimate", "recipe.yaml")[1].splitlines()[-1] == (
+            f"  {what}; take a larger device, more of them (--devices NUMBERxNAME), or a smaller model"
+        )
+
+
+def test_a_change_is_told_as_a_shell_takes_it(child: Child, rlhf: Call) -> None:
+    args = {"activation_checkpointing": True, "optim": "sgd"}
+    change = {"settings": {"sft.args": args, "sft.lora": {}}, "peak_gib": 20.0, "fits": True}
+    of_sft = ANSWER["stages"]["sft"] | {"fits": False, "changes": [change]}
+    child.answer = ANSWER | {"stages": {"sft": of_sft}}
+    told = rlhf("estimate", "recipe.yaml")[1].splitlines()[-1]
+    assert told == "  sft.args.activation_checkpointing=true sft.args.optim=sgd sft.lora={}: 20.00 GiB, fits"
+    assert load_recipe("recipe.yaml", shlex.split(told.partition(":")[0])).section("sft").args == args
 
 
 def test_json_is_the_answer(child: Child, rlhf: Call) -> None:
@@ -186,6 +208,8 @@ def test_several_processes_are_told_with_their_layout_and_what_they_send(child: 
         "sft: 64 processes on 8 machines, fsdp2 (ddp would take 112.35 GiB); each 12.34 GiB in bf16, fits; "
         "rows not counted",
         "ppo: 8 processes, ddp; each 90.00 GiB in bf16, does not fit; about 2:00:00",
+        "  no setting is known that would help; take a larger device, more of them (--devices NUMBERxNAME), or a "
+        "smaller model",
     ]
 
 

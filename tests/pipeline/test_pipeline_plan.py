@@ -68,7 +68,7 @@ def test_a_model_to_train_further_is_an_input_of_pretraining(finished: Path) -> 
     Path("base").mkdir()
     Path("base/config.json").write_text("{}")
     step = plan("pretrain.model=base")["pretrain"]
-    assert (step.action, step.reason) == ("run", "input model changed")
+    assert (step.action, step.reason) == ("run", "pretrain.model changed")
     with pytest.raises(SettingsError, match=r"pretrain\.model: no folder './none'"):
         plan("pretrain.model=./none")
 
@@ -79,7 +79,22 @@ def test_a_weight_is_a_reason(finished: Path) -> None:
 
 
 def test_another_input_is_the_reason(finished: Path) -> None:
-    assert plan("sft.model=owner/name")["sft"].reason == "input pretrain changed"
+    assert plan("sft.model=owner/name")["sft"].reason == "sft.model changed"
+
+
+def test_a_functions_file_and_another_function_are_reasons(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, stages: FakeStages
+) -> None:
+    monkeypatch.syspath_prepend(str(finished.parent))
+    file = finished.parent / "plan_rewards.py"
+    file.write_text("def long(prompts, responses): ...\ndef short(prompts, responses): ...\n")
+    long, short = (f"ppo.rewards=[{{function: plan_rewards:{name}}}]" for name in ("long", "short"))
+    run(load_recipe("recipe.yaml", [long]), RUN, say=lambda text: None)
+    assert plan(long)["ppo"].action == "reuse"
+    assert plan(short)["ppo"].reason == "ppo.rewards.0 plan_rewards:long → plan_rewards:short"
+    with file.open("a") as appended:
+        appended.write("# a comment\n")
+    assert (plan(long)["ppo"].action, plan(long)["ppo"].reason) == ("run", "the file of plan_rewards:long changed")
 
 
 def test_what_cannot_change_the_result_is_no_reason(finished: Path) -> None:

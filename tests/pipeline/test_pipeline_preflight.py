@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,20 @@ def test_each_source_is_read_as_the_stage_reads_it(world: Path, stages: FakeStag
     assert stages.trained == []
     ptx = ("ppo.ptx_coef=1", "ppo.ptx_data=text.jsonl", "ppo.ptx_block_size=8")
     run("reward.data=tied.jsonl", "reward.ties=soft", *ptx)
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
+
+
+@pytest.mark.parametrize(("stage", "source"), [
+    ("pretrain", "text"), ("sft", "demonstrations"), ("reward", "rankings"), ("ppo", "prompts"),
+])  # fmt: skip
+def test_the_setting_that_an_error_about_bad_rows_names_lets_the_run_go_on_without_them(
+    world: Path, stages: FakeStages, stage: str, source: str
+) -> None:
+    with Path(f"{source}.jsonl").open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(DataError, match=rf" or set {stage}\.max_dropped=0\.34 to go on without them$") as refused:
+        run()
+    run(str(refused.value).partition(" or set ")[2].split()[0])
     assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
 
 
@@ -237,8 +252,50 @@ def test_a_batch_in_tokens_is_what_processes_must_share(world: Path, stages: Fak
 def test_blocks_must_fit_into_a_model_that_is_trained_further(world: Path, stages: FakeStages) -> None:
     Path("base").mkdir()
     Path("base/config.json").write_text('{"max_position_embeddings": 16}')
-    with pytest.raises(SettingsError, match=r"pretrain\.block_size is 32, but the model has 16 positions; lower it"):
+    with pytest.raises(SettingsError, match=r"block_size is 32, .* has 16 positions; set pretrain\.block_size=16"):
         run("pretrain.model=base", "pretrain.block_size=32")
+
+
+def test_lengths_that_fit_are_told_of_all_stages_at_once_and_work(world: Path, stages: FakeStages) -> None:
+    """The recipe of the README, say, on a model of 256 positions."""
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"max_position_embeddings": 256}')
+    base = ("pretrain=null", "sft.model=./base")
+    with pytest.raises(SettingsError, match="positions") as refused:
+        run(*base)
+    sets = [line.partition("; set ")[2] for line in str(refused.value).splitlines()]
+    assert sets == ["sft.max_length=256", "reward.max_length=256", "ppo.max_prompt_length=128"]  # beside 128 new ones
+    run(*base, *" ".join(sets).split())
+    assert stages.trained == ["sft", "reward", "ppo"]
+
+
+@pytest.mark.parametrize(("prompt", "new", "told"), [
+    (200, 100, "ppo.max_prompt_length=156"), (100, 200, "ppo.max_new_tokens=156"),
+    (250, 250, "ppo.max_prompt_length=128 ppo.max_new_tokens=128"),
+])  # fmt: skip
+def test_of_ppos_lengths_the_one_is_told_that_takes_more_than_half(
+    world: Path, stages: FakeStages, prompt: int, new: int, told: str
+) -> None:
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"max_position_embeddings": 256}')
+    with pytest.raises(SettingsError, match=rf"has 256 positions; set {told}$"):
+        run("ppo.model=./base", f"ppo.max_prompt_length={prompt}", f"ppo.max_new_tokens={new}")
+
+
+def test_a_reward_model_is_no_start_of_a_policy_and_is_refused_before_anything_is_written(
+    world: Path, stages: FakeStages, rlhf: Callable[..., tuple[int, str, str]]
+) -> None:
+    Path("rm").mkdir()
+    Path("rm/config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    for command in ("run", "plan"):
+        code, _, err = rlhf(command, "recipe.yaml", "sft.model=./rm", "ppo.model=./rm", "--run-dir", "run")
+        assert (code, err.splitlines()) == (2, [
+            "error: sft.model: './rm' is a reward model, not a language model; name the sft or ppo stage's model",
+            "ppo.model: './rm' is a reward model, not a language model; name the sft or ppo stage's model",
+        ])  # fmt: skip
+    assert (stages.trained, RUN.exists()) == ([], False)
+    run("reward.model=./rm", "ppo.reward_model=./rm")
+    assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
 
 
 def test_only_a_complete_checkpoint_is_gone_on_from(world: Path, stages: FakeStages) -> None:

@@ -47,6 +47,18 @@ def test_a_stage_starts_from_a_run_or_a_stage_as_from_its_model(run: Path) -> No
     assert ppo.model_dump()["rewards"][0]["weight"] == 2
 
 
+def test_which_model_is_meant_by_a_run_is_said_once(run: Path, rlhf: Call) -> None:
+    (sft,), (reward,) = run.glob("sft-*"), run.glob("reward-*")
+    words = ("recipe.yaml", "pretrain=null", "sft.model=run", "ppo.reward_model=run", "--run-dir", "new")
+    notes = [f"sft: starts from {sft}/model", f"ppo: its reward_model is {reward}/model"]
+    for command in ("plan", "run"):
+        code, out, _ = rlhf(command, *words)
+        assert code == 0
+        assert [line for line in out.splitlines() if str(run) + "/" in line] == notes
+    for again in (words, ("recipe.yaml", f"sft.model={sft}/model", *words[3:])):  # reused; and named by itself
+        assert "starts from" not in rlhf("plan", *again)[1]
+
+
 def test_what_is_no_model_is_told_by_the_setting(run: Path) -> None:
     for words, message in (
         ("ppo.model=runs/gone", "ppo.model: no folder 'runs/gone'"),

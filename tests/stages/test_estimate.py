@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from docs_world import blocks
 from estimate_world import PPO, PRETRAIN, REWARD, SFT, request, shape
 from stages_world import TINY
 from torch import nn
-from transformers import FalconConfig, MambaConfig, MixtralConfig
+from transformers import FalconConfig, MambaConfig, MixtralConfig, Qwen3Config
 
 from rlhf.data.errors import RefusedError, SettingsError
 from rlhf.stages import budget_changes, budget_ppo, budget_recipe, devices, estimate
@@ -222,17 +224,23 @@ def test_the_same_settings_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert [settings for number, settings in enumerate(traced) if settings in traced[:number]] == []
 
 
-def changes_of(monkeypatch: pytest.MonkeyPatch, gib: float, peak_of: Callable[[Any], float], **stages: Any) -> Any:
+def changes_of(
+    monkeypatch: pytest.MonkeyPatch, gib: float, peaks_of: Callable[[Any], Any], layout: str = "ddp", **stages: Any
+) -> Any:
     """What is told to change in the last of `stages`, on a device of which `gib` can be used, where settings take what
-    `peak_of` says."""
+    `peaks_of` says: GiB of each phase, or of the only one. Spread in a `layout`, over two of them."""
     stage = list(stages)[-1]
     device = replace(H100, gib=gib / devices.USABLE)
 
     def phases(_request: Any, _stage: Any, settings: Any, _device: Any) -> Any:
-        return [Phase("update", {"weights": peak_of(settings)}, 1)], "bf16"
+        peaks = peaks_of(settings)
+        named = peaks if isinstance(peaks, dict) else {"update": peaks}
+        return [Phase(name, {"weights": peak}, 1) for name, peak in named.items()], "bf16"
 
     monkeypatch.setattr(budget_changes, "phases_of", phases)
     wanted = request(**stages)
+    if layout != "ddp":
+        wanted = replace(wanted, num_processes={stage: 2}, layouts={stage: layout})
     return budget_changes.changes(wanted, stage, wanted.section(stage), device)
 
 
@@ -288,6 +296,61 @@ def test_changes_are_put_together_where_none_is_enough(monkeypatch: pytest.Monke
     assert [change["peak_gib"] for change in found[:-1]] == [21.0, 24.0, 24.0, 28.0]
     assert found[-1] == {
         "settings": {"sft.lora": {}, "sft.microbatch_size": 1}, "peak_gib": 9.0, "fits": True
+    }  # fmt: skip
+
+
+def of_two_phases(settings: Any) -> dict[str, float]:
+    """A rollout of 26 GiB and an update of 72, beside one another."""
+    models = {"separate": 10.0, "shared_trunk": 9.0, "adapters": 3.0}[settings.layout]
+    update = (settings.microbatch_size or 64) / (2 if settings.compile else 1)
+    return {"rollout": models + (settings.generation_batch_size or 64) / 4, "update": models - 2 + update}
+
+
+def test_what_mends_a_phase_that_is_not_the_largest_is_told_with_what_mends_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ppo = {**PPO, "rollout_batch_size": 64}
+    *alone, together = changes_of(monkeypatch, 20.0, of_two_phases, ppo=ppo)
+    assert not any("ppo.generation_batch_size" in change["settings"] for change in alone)  # the update takes more
+    assert together == {  # 8 + 8 and 10 + 8 GiB: the layout is left alone, and no batch is smaller than it has to be
+        "settings": {"ppo.microbatch_size": 8, "ppo.generation_batch_size": 32}, "peak_gib": 18.0, "fits": True
+    }  # fmt: skip
+    together = changes_of(monkeypatch, 7.0, of_two_phases, ppo=ppo)[-1]  # adapters, beside which no need to compile
+    settings = {"ppo.microbatch_size": 4, "ppo.generation_batch_size": 16, "ppo.layout": "adapters"}
+    assert together == {"settings": settings, "peak_gib": 7.0, "fits": True}
+
+
+def test_all_that_helps_is_told_where_nothing_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    *alone, together = changes_of(monkeypatch, 2.0, of_two_phases, ppo={**PPO, "rollout_batch_size": 64})
+    assert not any(change["fits"] for change in [*alone, together])
+    helping = {"ppo.microbatch_size", "ppo.generation_batch_size", "ppo.compile", "ppo.layout"}
+    assert (set(together["settings"]), together["peak_gib"]) == (helping, 3.25)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_model_that_no_process_can_hold_whole_is_advised_to_be_sampled_by_a_server(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    def spread(settings: Any) -> dict[str, float]:
+        return {"rollout": 5.0 if settings.rollout.engine == "vllm" else 90.0, "update": 6.0}
+
+    found = changes_of(monkeypatch, 10.0, spread, layout, ppo=PPO)
+    server = {"settings": {"ppo.rollout": budget_changes.SERVER}, "peak_gib": 6.0, "fits": True}
+    assert found == ([server] if layout == "fsdp2" else [])
+
+
+def test_the_recipe_of_the_readme_fits_on_the_gpu_that_it_is_said_to_be_for(tmp_path: Path) -> None:
+    [text] = [block.text for block in blocks("yaml") if block.page == "README.md"]
+    recipe = yaml.safe_load(text)
+    Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    assert recipe["sft"]["model"] == "Qwen/Qwen3-0.6B"
+    recipe["sft"]["model"] = str(tmp_path)
+    found = answer(Request({stage: recipe[stage] for stage in ("sft", "reward", "ppo")}, {}, "h100"))
+    assert {stage: of_stage["fits"] for stage, of_stage in found["stages"].items()} == {
+        "sft": True, "reward": True, "ppo": True
     }  # fmt: skip
 
 

@@ -101,9 +101,24 @@ def test_weights_are_rounded_and_a_reward_models_head_is_not(made: dict[str, Pat
     assert theirs.dtype == export.DTYPES[dtype]
     about, text = card_of(tmp_path / "out")
     assert about["pipeline_tag"] == "text-classification"
-    assert f"over {ours.std:.6g}" in text
+    assert f" / {ours.std:.6g}, where x is " in text
     kept = {"bf16": "bfloat16, those of its head in float32", "fp16": "float16, those of its head in float32"}
     assert f"Its weights are in {kept.get(dtype, 'float32')}." in text
+
+
+@pytest.mark.parametrize(("pooling", "mean", "x"), [
+    ("last", 0.5, "(x - 0.5) / 2, where x is its head's number at the last of the answer's tokens"),
+    ("mean", -0.5, "(x + 0.5) / 2, where x is the mean of its head's numbers over the answer's tokens"),
+])  # fmt: skip
+def test_how_a_score_is_made_of_the_heads_numbers_is_told(
+    made: dict[str, Path], tmp_path: Path, pooling: str, mean: float, x: str
+) -> None:
+    model = load_scalar(str(made["reward"] / "model"), byte_tokenizer())
+    model.pooling, model.mean, model.std = pooling, mean, 2.0
+    save_folder(tmp_path / "model", model, byte_tokenizer())
+    notes = export.export(str(tmp_path / "model"), tmp_path / "out")
+    assert f"Its score is {x} (`rlhf_score` in config.json)" in notes[-1]
+    assert notes[-1] in card_of(tmp_path / "out")[1]
 
 
 def test_numbers_that_a_type_has_no_place_for_are_refused(tmp_path: Path) -> None:

@@ -180,6 +180,26 @@ def test_a_finding_is_told_once_until_it_has_gone_away() -> None:
     assert findings(monitor, [bad]) == [["ratio_blow_up"]]
 
 
+def test_what_to_try_is_told_once_and_what_was_seen_again_when_it_comes_back() -> None:
+    bad, good = {**STEADY, "ratio": 2.0}, STEADY
+    monitor = health()
+    [full] = monitor.check(bad)
+    assert "mean ratio 2, " in full.message
+    assert "Lower ppo.learning_rate" in full.message
+    assert not any(findings(monitor, [good] * CLEAR_AFTER))
+    resumed = health()
+    resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    for again in (monitor, resumed):
+        [short] = again.check({**bad, "ratio": 3.0})
+        assert (short.name, short.message) == (
+            "ratio_blow_up",
+            "One iteration's updates moved the policy far from the one that sampled (mean ratio 3, approx_kl 5.8e-06 "
+            "nats per token, 0% of tokens clipped), which was told before with what to try.",
+        )
+        [other] = again.check({**bad, "kl": math.nan})
+        assert "ppo.precision fp32" in other.message
+
+
 def test_a_resumed_run_finds_the_same() -> None:
     series = [*HEALTHY, *falling({"kl": 60.0, "explained_variance": -9.0, "entropy": 0.01, "length": 2.0}, 25)]
     series += [{**STEADY, "kl": -0.1}] * 8 + [{**STEADY, "kl": math.nan}] * 2 + [{**STEADY, "ratio": 2.0}] * 3

@@ -291,5 +291,13 @@ def test_the_first_steps_are_left_out_of_a_trace_where_there_are_others(
     assert said[0].startswith(f"profile of steps {steps}: ")
 
 
+def test_a_recording_says_nothing_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trace = Trace(tmp_path, "ppo", Phases(CPU, Limits()), lambda text: None)
+    trace.begin(0, 1)
+    trace.at(1)
+    assert capfd.readouterr() == ("", "")
+    assert (tmp_path / "profile" / "trace.json.gz").is_file()
+
+
 def test_the_phases_that_status_counts_are_all_of_a_step() -> None:
     assert set(summary.PHASES) == set(profile.PHASES.values())
