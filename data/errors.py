@@ -22,8 +22,9 @@ class TooManyUnusable(DataError):
 
     def __init__(self, found: str, share: float, stage: str = "") -> None:
         self.found, self.share = found, share
-        setting = f"{stage}.max_dropped" if stage else "max_dropped"
-        super().__init__(f"{found}. Repair them, or set {setting}={share:g} to go on without them")
+        in_a_recipe, elsewhere = f"set {stage}.max_dropped={share:g}", f"set max_dropped (--max-dropped) to {share:g}"
+        cure = in_a_recipe if stage else elsewhere
+        super().__init__(f"{found}. Repair them, or {cure} to go on without them")
 
 
 class SettingsError(RefusedError):

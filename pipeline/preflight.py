@@ -11,6 +11,7 @@ from rlhf.data.documents import Documents, plain_documents
 from rlhf.data.errors import DataError, SettingsError, TooManyUnusable
 from rlhf.data.feedback.store import Store
 from rlhf.data.hub import refuse_unknown
+from rlhf.data.plain_rows import read_prompts_as_json
 from rlhf.data.sources import Source, is_streamed
 from rlhf.data.split import train_and_eval
 from rlhf.pipeline.accelerate_config import refuse_bad_configs
@@ -231,6 +232,8 @@ def _read(settings: StageSettings, name: str, source: Source) -> rows.Loaded[Any
         return rows.read_demonstrations(source, settings.max_dropped)
     if isinstance(settings, FeedbackSettings) and name == "earlier":
         return rows.read_rankings(source, settings.max_dropped, keep_ties=True)
+    if isinstance(settings, PPOSettings) and settings.gives_rows:
+        return read_prompts_as_json(source, settings.max_dropped)
     return rows.read_prompts(source, settings.max_dropped)
 
 

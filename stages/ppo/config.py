@@ -266,6 +266,11 @@ class PPOSettings(StageSettings):
         listed = {f"rewards.{n}": spec.function for n, spec in enumerate(self.rewards) if spec.function is not None}
         return super().code() | listed
 
+    @property
+    def gives_rows(self) -> bool:
+        """Whether anything is given the rows of the prompts: reward functions are."""
+        return any(spec.function is not None for spec in self.rewards)
+
     def only_whole(self) -> Iterator[tuple[str, str]]:
         if self.quantization:
             yield "quantization", "leave it out: the base is spread"

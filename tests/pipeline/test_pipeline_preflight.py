@@ -4,8 +4,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pipeline_world import FakeStages, contents, write_rows
@@ -84,6 +85,23 @@ def test_the_setting_that_an_error_about_bad_rows_names_lets_the_run_go_on_witho
         run()
     run(str(refused.value).partition(" or set ")[2].split()[0])
     assert stages.trained == ["pretrain", "sft", "reward", "ppo"]
+
+
+def odd_rows() -> Iterator[dict[str, Any]]:
+    yield from ({"prompt": f"question {number}", "picture": b"..."} for number in range(4))
+
+
+def test_rows_that_a_reward_function_cannot_be_given_are_refused_before_anything_trains(
+    world: Path, stages: FakeStages
+) -> None:
+    data = f"ppo.data={__name__}:odd_rows"
+    with pytest.raises(
+        DataError, match=r"odd_rows row 1: column 'picture': a value of type bytes; reward functions are"
+    ):
+        run(data, "ppo.rewards=[{function: builtins:len}]")
+    assert stages.trained == []
+    run(data)  # nobody is given them
+    assert stages.trained[-1] == "ppo"
 
 
 def test_a_quantised_base_without_bitsandbytes_is_refused_before_anything_trains(

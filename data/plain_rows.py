@@ -1,0 +1,72 @@
+"""Rows as JSON has them: what a reward function is given beside a response, which lies in files until then."""
+
+from dataclasses import replace
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from rlhf.data.errors import DataError
+from rlhf.data.rows import Loaded, Prompt, Report, numbered, refuse_losses
+from rlhf.data.sources import Source, locate
+
+
+def read_prompts_as_json(source: Source, max_dropped: float = 0.0) -> Loaded[Prompt]:
+    """Prompts as `read_prompts` gives them, with rows of JSON values.
+
+    Raises DataError for a value that has no such form, with its row and column.
+    """
+    report = Report("prompts")
+    prompts = [
+        replace(prompt, row=_row_as_json(prompt.row, source, number))
+        for number, prompt in numbered(source, "prompts", report)
+    ]
+    refuse_losses(report, source, max_dropped)
+    return Loaded(prompts, report)
+
+
+def _row_as_json(row: dict[str, Any], source: Source, number: int) -> dict[str, Any]:
+    """A row of JSON values: in files until a reward function is given it, it must not change on the way."""
+    found = {}
+    for column, value in row.items():
+        try:
+            found[column] = _as_json(value)
+        except (TypeError, RecursionError) as error:
+            what = str(error) if isinstance(error, TypeError) else "it is nested too deeply"
+            raise DataError(
+                f"{locate(source, number)}: column {column!r}: {what}; reward functions are given rows of JSON values: "
+                "make it text, a number, a list, or an object whose keys are text, or leave the column out"
+            ) from error
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    """A value as JSON has it: numbers and arrays of numpy and torch plain, dates, times and decimals as text.
+
+    Raises TypeError that says what it is where there is no such form.
+    """
+    if value is None or isinstance(value, str | float):
+        return value
+    if isinstance(value, int):
+        if value.bit_length() > 10_000:
+            raise TypeError("a number of thousands of digits")  # Python reads 4300 of them
+        return value
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"an object with the key {odd[0]!r}, which is not text")
+        return {key: _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(inner) for inner in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    kind = value.dtype.kind if isinstance(value, np.generic | np.ndarray) else None
+    if kind == "M":  # of those that are finer than a datetime `tolist` makes numbers
+        return np.datetime_as_string(value).tolist()
+    if kind not in ("m", "V") and hasattr(value, "tolist"):  # neither times without a unit nor records without names
+        plain = value.tolist()
+        if type(plain) is not type(value):
+            return _as_json(plain)
+    raise TypeError(f"a value of type {type(value).__name__}")
