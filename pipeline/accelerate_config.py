@@ -52,6 +52,8 @@ def read_config(name: str | None) -> dict[str, Any]:
     """What a config says; nothing where there is none. SettingsError if it cannot be read."""
     if name is None:
         return {}
+    if name == "zero3" and not Path(name).is_file():
+        raise SettingsError("zero3: no such accelerate config; take fsdp2, which does what ZeRO-3 does")
     found = resolved(read_yaml(name, dict(shipped_configs()), "accelerate config"), name)
     if not isinstance(found, dict):
         raise SettingsError(f"{name}: not an accelerate config; it must be a mapping, as `accelerate config` writes it")

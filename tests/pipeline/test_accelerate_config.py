@@ -7,7 +7,7 @@ from pipeline_world import FakeStages
 
 from rlhf.data.errors import SettingsError
 from rlhf.pipeline import launch, runner
-from rlhf.pipeline.accelerate_config import config_path, num_processes, refuse_bad_configs
+from rlhf.pipeline.accelerate_config import config_path, num_processes, read_config, refuse_bad_configs
 from rlhf.pipeline.recipe import Recipe, load_recipe, to_yaml
 
 RUN = Path("run")
@@ -168,3 +168,8 @@ def test_batches_are_held_against_the_processes_of_their_own_stage(world: Path, 
         runner.run(recipe_with("num_processes={pretrain: 2, reward: 3}"), RUN, None, lambda _: None)
     said = "reward.global_batch_size: 64 cannot be shared evenly by 3 processes; use a multiple"
     assert str(error.value) == f"{said}: reward.global_batch_size=66"
+
+
+def test_who_asks_for_zero3_is_told_what_does_the_same(world: Path) -> None:
+    with pytest.raises(SettingsError, match="zero3: no such accelerate config; take fsdp2, which does what"):
+        read_config("zero3")
