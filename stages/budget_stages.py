@@ -24,7 +24,7 @@ from rlhf.stages.budget_sampling import decoding, engine_of, sampled
 from rlhf.stages.footprint import ATTENTION, PADDED, Footprint, Fused, learn, traced
 from rlhf.stages.head_loss import head_loss
 from rlhf.stages.models import PolicyModel, ScalarModel
-from rlhf.stages.packing import TOKENS_AT_ONCE, read
+from rlhf.stages.packing import read
 from rlhf.stages.pretrain.config import PretrainSettings
 from rlhf.stages.pretrain.train import make_optimizers
 from rlhf.stages.reward.answers import AT_ONCE as SAMPLED_AT_ONCE
@@ -38,11 +38,6 @@ Texts = SFTSettings | RewardSettings
 def _packs(settings: Texts, case: Case) -> bool:
     """Whether texts are put into one row, by default on a GPU in 16 bits."""
     return (case.is_gpu and case.half) if settings.packing is None else settings.packing
-
-
-def _cut(settings: Texts, share: int, tokens: int, packed: bool) -> tuple[int, int]:
-    """(rows of so many tokens that are read together, passes of a step)."""
-    return microbatches_of(settings, share, tokens, settings.microbatch_tokens or (TOKENS_AT_ONCE if packed else None))
 
 
 def _steps(settings: Texts, case: Case) -> tuple[int, int | None]:
@@ -109,7 +104,7 @@ def sft(settings: SFTSettings, case: Case) -> list[Phase]:
     share, times = _steps(settings, case)
     compiled = settings.compile and case.is_gpu
     packed = _packs(settings, case)
-    size, num = _cut(settings, share, settings.max_length, packed)
+    size, num = microbatches_of(settings, share, settings.max_length, settings.microbatch_tokens)
     recompute = settings.args.get("activation_checkpointing") or settings.args.get("gradient_checkpointing")
 
     def build(config: PreTrainedConfig) -> PreTrainedModel:
@@ -153,7 +148,7 @@ def reward(settings: RewardSettings, case: Case) -> list[Phase]:
     share, times = _steps(settings, case)
     answers = case.num_answers + settings.num_sampled_answers
     packed = _packs(settings, case)
-    size, num = _cut(settings, share, settings.max_length * answers, packed)
+    size, num = microbatches_of(settings, share, settings.max_length * answers, settings.microbatch_tokens)
     fused: Fused = "layers" if settings.compile and case.is_gpu else None
 
     def build(config: PreTrainedConfig) -> ScalarModel:

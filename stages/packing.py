@@ -19,8 +19,6 @@ from transformers.masking_utils import sdpa_mask
 ATTENTION = "rlhf_causal"
 """What transformers calls our attention. A model keeps it for good: layers that are computed again in the backward pass
 ask for it by name once more."""
-TOKENS_AT_ONCE = 2**14
-"""In a row of texts, where no setting says otherwise: enough to keep a large GPU busy."""
 MULTIPLE = 128
 """Of which the length of a row of texts is a multiple on a GPU, which likes round shapes."""
 _PLAIN = {"full_attention", "sliding_attention"}

@@ -122,9 +122,9 @@ class PPOSettings(StageSettings):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, slower updates."""
 
-    microbatch_tokens: int | None = Field(None, ge=1)
-    """Tokens per forward pass on one device, padding included where it is read; episodes of like length share one. By
-    default there is no limit but microbatch_size; where that does not fit, try 16384, which keeps a large GPU busy."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Tokens per forward pass on one device, padding included where it is read; episodes of like length share one. So
+    many keep a large GPU busy."""
     packing: bool | None = None
     """Read several episodes as one row, without padding; they do not see each other. By default on a GPU in bf16 or
     fp16, where attention has a kernel for it. What a step learns from stays the same."""

@@ -224,7 +224,7 @@ class Updater:
         rows = batch_indices(len(self.ptx_blocks), settings.ptx_batch_size, step, settings.seed)
         blocks = self.ptx_blocks[run.shard(rows)].to(run.device)
         length, total = blocks.shape[1] - 1, torch.zeros((), device=run.device)
-        fitting = max(settings.microbatch_tokens // blocks.shape[1], 1) if settings.microbatch_tokens else len(blocks)
+        fitting = max(settings.microbatch_tokens // blocks.shape[1], 1)
         for piece in run.accumulate(blocks.split(min(run.microbatch_size or fitting, fitting)), self.policy):
             doing("the update", piece)
             logprobs, _, values = self.policy(piece, torch.ones_like(piece, dtype=torch.bool), length, 1.0)

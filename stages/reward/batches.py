@@ -13,7 +13,7 @@ from rlhf.data.errors import DataError
 from rlhf.data.rows import Messages, Ranking
 from rlhf.data.tokens import Encoded, encode_examples
 from rlhf.stages.microbatches import packs, pieces
-from rlhf.stages.packing import TOKENS_AT_ONCE, sent
+from rlhf.stages.packing import sent
 from rlhf.stages.reward.config import RewardSettings
 from rlhf.stages.row_files import RowReader
 
@@ -81,7 +81,7 @@ def padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
 
 
 def passes(
-    data: Sequence[Ranked], rows: list[int], max_rows: int | None, max_tokens: int | None, packed: bool = False
+    data: Sequence[Ranked], rows: list[int], max_rows: int | None, max_tokens: int, packed: bool = False
 ) -> list[list[int]]:
     """`rows` of the data cut into forward passes of at most `max_rows` and `max_tokens`.
 
@@ -89,7 +89,7 @@ def passes(
     """
     if packed:
         tokens = [sum(len(answer.input_ids) for answer in row.answers) for row in data]
-        return packs(tokens, max_tokens or TOKENS_AT_ONCE, max_rows, rows)
+        return packs(tokens, max_tokens, max_rows, rows)
     longest = [max(len(answer.input_ids) for answer in row.answers) for row in data]
     counts = [len(row.answers) for row in data]
     cut = pieces([0] * len(data), longest, max_rows, rows, counts, max_tokens)

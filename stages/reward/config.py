@@ -73,9 +73,9 @@ class RewardSettings(StageSettings):
     lora: LoraSettings | None = None
     """Train low-rank adapters and the head instead of all weights; model/ has them merged, and model/adapter/ as they
     are, for ppo's `layout: adapters`. [LoRA]"""
-    microbatch_tokens: int | None = Field(None, ge=1)
-    """Tokens per forward pass on one device, padding included; rankings whose answers are of like length share one. By
-    default there is no limit but microbatch_size, and 16384 for packed answers."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Tokens per forward pass on one device, padding included where it is read; rankings whose answers are of like
+    length share one. So many keep a large GPU busy."""
     packing: bool | None = None
     """Read several answers as one row, without padding; they do not see each other. By default on a GPU in bf16 or
     fp16, where attention has a kernel for it. What a step learns from stays the same."""

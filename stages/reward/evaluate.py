@@ -43,11 +43,8 @@ def scored(
     """This process's share of the data in forward passes: (row numbers, scores [N,K], what was read)."""
     model.eval()
     settings = run.settings
-    if run.microbatch_size or settings.microbatch_tokens:
-        cut = passes(data, run.shard(list(range(len(data)))), run.microbatch_size, settings.microbatch_tokens)
-    else:
-        cut = list(run.chunks(len(data), settings.global_batch_size))
-    for rows in cut:
+    mine = run.shard(list(range(len(data))))
+    for rows in passes(data, mine, run.microbatch_size, settings.microbatch_tokens):
         part = collate([data[i] for i in rows], pad, run.device)
         doing("evaluation", part.ids)
         yield rows, part.by_prompt(model.pool(model(part.ids, part.attention), part.response)), part

@@ -40,9 +40,9 @@ class SFTSettings(StageSettings):
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of all weights; the saved model has them merged, so that every stage loads it.
     [LoRA]"""
-    microbatch_tokens: int | None = Field(None, ge=1)
-    """Tokens per forward pass on one device, padding included; rows of like length share one. By default there is no
-    limit but microbatch_size, and 16384 for packed rows."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Tokens per forward pass on one device, padding included where it is read; rows of like length share one. So many
+    keep a large GPU busy."""
     packing: bool | None = None
     """Read several rows as one, without padding; they do not see each other. By default on a GPU in bf16 or fp16, where
     attention has a kernel for it. What a step learns from stays the same."""

@@ -17,7 +17,6 @@ from rlhf.stages.head_loss import head_loss, takes_logits_straight
 from rlhf.stages.microbatches import packs, pieces
 from rlhf.stages.packing import (
     MULTIPLE,
-    TOKENS_AT_ONCE,
     Pack,
     packs_here,
     read,
@@ -73,11 +72,11 @@ class Reading:
         self.straight = takes_logits_straight(model)
         self.packed = self.straight and packs_here(packing, device, precision) and reads_packs(model, autocast)
 
-    def cut(self, rows: Sequence[Encoded], max_rows: int | None, max_tokens: int | None) -> list[list[int]]:
+    def cut(self, rows: Sequence[Encoded], max_rows: int | None, max_tokens: int) -> list[list[int]]:
         """Numbers of the rows that are read together: those of like length, or as many as a pack takes."""
         lengths = [len(row.input_ids) for row in rows]
         if self.packed:
-            return packs(lengths, max_tokens or TOKENS_AT_ONCE, max_rows)
+            return packs(lengths, max_tokens, max_rows)
         return [
             piece.rows
             for piece in pieces([0] * len(rows), lengths, max_rows, max_tokens=max_tokens, device=self.device.type)
