@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -291,11 +293,22 @@ def test_the_first_steps_are_left_out_of_a_trace_where_there_are_others(
     assert said[0].startswith(f"profile of steps {steps}: ")
 
 
-def test_a_recording_says_nothing_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    trace = Trace(tmp_path, "ppo", Phases(CPU, Limits()), lambda text: None)
-    trace.begin(0, 1)
-    trace.at(1)
-    assert capfd.readouterr() == ("", "")
+RECORD = """
+import sys
+from pathlib import Path
+import torch
+from rlhf.stages.profile import Limits, Phases, Trace
+trace = Trace(Path(sys.argv[1]), "ppo", Phases(torch.device("cpu"), Limits()), lambda text: None)
+trace.begin(0, 1)
+trace.at(1)
+"""
+
+
+def test_a_recording_says_nothing_of_its_own(tmp_path: Path) -> None:
+    """In a process of its own: what the first recording says is settled for good."""
+    words = [sys.executable, "-W", "ignore", "-c", RECORD, str(tmp_path)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == ("", "")
     assert (tmp_path / "profile" / "trace.json.gz").is_file()
 
 
