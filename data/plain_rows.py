@@ -66,7 +66,10 @@ def _as_json(value: Any) -> Any:
     if kind == "M":  # of those that are finer than a datetime `tolist` makes numbers
         return np.datetime_as_string(value).tolist()
     if kind not in ("m", "V") and hasattr(value, "tolist"):  # neither times without a unit nor records without names
-        plain = value.tolist()
+        try:
+            plain = value.tolist()
+        except (RuntimeError, NotImplementedError) as error:  # a sparse tensor, or one without contents
+            raise TypeError(f"a value of type {type(value).__name__} that makes no list") from error
         if type(plain) is not type(value):
             return _as_json(plain)
     raise TypeError(f"a value of type {type(value).__name__}")

@@ -197,6 +197,34 @@ def load_function(reference: str) -> Callable[..., Any]:
     return function
 
 
+def takes_rows(reference: str) -> bool:
+    """Whether a reward function wants the rows too: its third parameter is required, or called `rows`.
+
+    Raises DataError where it cannot be imported or takes something else.
+    """
+    function = load_function(reference)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have none to show
+        return False
+    if _fits(signature, 3) and (not _fits(signature, 2) or list(signature.parameters)[2:3] == ["rows"]):
+        return True
+    if _fits(signature, 2):
+        return False
+    raise DataError(
+        f"{reference}: takes {signature}; a reward function takes (prompts, responses) or (prompts, responses, rows)"
+    )
+
+
+def _fits(signature: inspect.Signature, number: int) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        signature.bind(*range(number))
+    except TypeError:
+        return False
+    return True
+
+
 # -- kinds ------------------------------------------------------------------------------------------------
 
 

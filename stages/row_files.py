@@ -20,12 +20,12 @@ from rlhf.data.errors import DataError, RefusedError
 from rlhf.data.report import Report
 from rlhf.data.split import train_and_eval
 from rlhf.stages.checkpoints import saying_what_cannot_be_written
-from rlhf.stages.disk import swap_folder
+from rlhf.stages.disk import file_digest, file_digests, swap_folder
 from rlhf.stages.runtime import Runtime
 from rlhf.stages.settings import AnyStage
 
 T = TypeVar("T")
-_LAYOUT = 2
+_LAYOUT = 3
 """Counted up when the same settings and data would give other files than before."""
 _FOUND, _SIDES = "found.json", ("train.rows", "held_out.rows")
 _AT_ONCE = 250
@@ -113,16 +113,24 @@ class RowFile(Sequence[T]):
 
 
 def rows_of(
-    run: Runtime[AnyStage], make: Callable[[RowReader[AnyStage]], Iterable[Iterable[T]]], of: Callable[[Any], T]
+    run: Runtime[AnyStage],
+    make: Callable[[RowReader[AnyStage]], Iterable[Iterable[T]]],
+    of: Callable[[Any], T],
+    made_from: Path | None = None,
 ) -> tuple[RowFile[T], RowFile[T], dict[str, int]]:
     """The rows of a stage to train on and those held out, of which `make` gives one after the other, and what its
     reader noted of them. The main process makes them, while the others wait; what its reader is told, all say.
 
-    `of` makes a row of the JSON values that `vars` has of it.
+    `of` makes a row of the JSON values that `vars` has of it. `made_from` is a file of the stage's own that the rows
+    follow from, beside settings and data.
     """
     folder = run.folder / "checkpoints" / "rows"
-    key = [_LAYOUT, run.identity.key, run.settings.max_dropped]
-    found = run.from_main(lambda: _found(folder, key) or _make(run, folder, key, make))
+
+    def find_or_make() -> dict[str, Any]:
+        key = [_LAYOUT, run.identity.key, run.settings.max_dropped, made_from and file_digest(made_from)]
+        return _found(folder, key) or _make(run, folder, key, make)
+
+    found = run.from_main(find_or_make)
     missing = [f"rank {run.rank} does not see {file} as rank 0 wrote it" for file in _unlike(folder, found["sizes"])]
     if missing := run.gather_objects(missing):
         raise RefusedError(f"{run.settings.stage}: {missing[0]}; put the run folder on a disk that all machines see")
@@ -137,7 +145,8 @@ def _found(folder: Path, key: list[Any]) -> dict[str, Any] | None:
     """What is said of the files in the folder, if they are there, whole, and of these settings and data."""
     try:
         found: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
-        return found if found["key"] == key and not _unlike(folder, found["sizes"]) else None
+        whole = found["key"] == key and found["digests"] == _digests(folder, found["sizes"])
+        return found if whole else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
@@ -158,10 +167,15 @@ def _make(
         RowFile.write(aside / name, rows, writing)
     with writing():
         sizes = {path.name: path.stat().st_size for path in aside.iterdir()}
-        found = {"key": key, "sizes": sizes, "said": reader.said, "rows": reader.rows, "noted": reader.noted}
+        of_files = {"sizes": sizes, "digests": _digests(aside, sizes)}
+        found = {"key": key, **of_files, "said": reader.said, "rows": reader.rows, "noted": reader.noted}
         (aside / _FOUND).write_text(json.dumps(found), encoding="utf-8")
         swap_folder(aside, folder)
     return found
+
+
+def _digests(folder: Path, names: Iterable[str]) -> list[str]:
+    return file_digests([folder / name for name in names])
 
 
 def _unlike(folder: Path, sizes: dict[str, int]) -> list[Path]:

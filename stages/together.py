@@ -8,13 +8,14 @@ says so.
 
 import errno
 import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
-from typing import IO
 
 from rlhf.data.errors import RefusedError
+from rlhf.stages.alone import unforked
 
 PATIENCE = 2.0
 """Seconds of silence."""
@@ -55,9 +56,10 @@ def fill(
 @contextmanager
 def claimed(file: Path) -> Iterator[bool]:
     """Whether `file` is for this process to make: it is not there, and nobody else is making it."""
-    with file.with_name(f"{file.name}.lock").open("a+") as lock:
+    lock = file.with_name(f"{file.name}.lock")
+    with unforked(_opened(lock)) as descriptor:
         try:
-            _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, lock)
         except BlockingIOError:
             yield False
         else:
@@ -67,28 +69,32 @@ def claimed(file: Path) -> Iterator[bool]:
 @contextmanager
 def _locked(path: Path, how: int, tell: Callable[[], None]) -> Iterator[None]:
     """Hold a lock; `tell` is called, once and from another thread, where it is waited for that long."""
-    with path.open("a+") as file:  # NFS wants it open to read for a shared lock, and to write for the other
+    with unforked(_opened(path)) as descriptor:
         try:
-            _flock(file, how | fcntl.LOCK_NB)
+            _flock(descriptor, how | fcntl.LOCK_NB, path)
         except BlockingIOError:
             timer = Timer(PATIENCE, tell)
             timer.daemon = True
             timer.start()
             try:
-                _flock(file, how)
+                _flock(descriptor, how, path)
             finally:
                 timer.cancel()
         yield
 
 
-def _flock(file: IO[str], how: int) -> None:
+def _opened(lock: Path) -> int:
+    return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS wants to read for a shared lock, to write for the other
+
+
+def _flock(descriptor: int, how: int, lock: Path) -> None:
     """Lock a file. Without locks several processes would write the same, hence RefusedError where there are none."""
     try:
-        fcntl.flock(file, how)
+        fcntl.flock(descriptor, how)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         raise RefusedError(
-            f"{Path(file.name).parent}: its file system has no locks ({error.strerror}), and processes that share this "
+            f"{lock.parent}: its file system has no locks ({error.strerror}), and processes that share this "
             "folder need them; mount it with locks (Lustre: -o flock), or use a run folder on another disk"
         ) from None

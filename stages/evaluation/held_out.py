@@ -1,6 +1,7 @@
 """What no stage was trained on: text, demonstrations and prompts, split as the stages split them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -8,7 +9,8 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.data.errors import DataError
+from rlhf.data.errors import DataError, RefusedError
+from rlhf.data.plain_rows import read_prompts_as_json
 from rlhf.data.rows import Demonstration, Prompt, prompt_key, read_demonstrations, read_prompts
 from rlhf.data.split import place, train_and_eval
 from rlhf.data.tokens import Encoded, encode_example, encode_prompt
@@ -57,9 +59,11 @@ def demonstrations(folder: Path, settings: SFTSettings) -> list[Demonstration]:
 
 def prompts(folder: Path, settings: PPOSettings) -> list[Prompt]:
     """The held-out ones of a finished PPO stage, in such an order. Raises RefusedError as `demonstrations` does."""
-    settings = with_data_as_read(settings, folder)
-    rows = read_prompts(settings.data, settings.max_dropped).rows
-    given = read_prompts(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
+    settings, read = with_data_as_read(settings, folder), read_prompts
+    with suppress(RefusedError):  # a function that is not there is given nothing
+        read = read_prompts_as_json if settings.gives_rows else read_prompts
+    rows = read(settings.data, settings.max_dropped).rows
+    given = read(settings.eval_data, settings.max_dropped).rows if settings.eval_data else None
     return _held_out(rows, given, lambda prompt: prompt_key(prompt.messages), settings.eval_share)
 
 

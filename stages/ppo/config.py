@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf.data.errors import SettingsError
-from rlhf.data.sources import Source
+from rlhf.data.sources import Source, takes_rows
 from rlhf.stages.settings import LoraSettings, Settings, StageSettings
 
 
@@ -268,8 +268,8 @@ class PPOSettings(StageSettings):
 
     @property
     def gives_rows(self) -> bool:
-        """Whether anything is given the rows of the prompts: reward functions are."""
-        return any(spec.function is not None for spec in self.rewards)
+        """Whether a reward function takes the rows of the prompts. Raises DataError for one that cannot be called."""
+        return any(spec.function is not None and takes_rows(spec.function) for spec in self.rewards)
 
     def only_whole(self) -> Iterator[tuple[str, str]]:
         if self.quantization:

@@ -1,6 +1,5 @@
 """What PPO maximises: one score per response from reward models and Python functions, mixed by weight."""
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from copy import deepcopy
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.data.errors import DataError, SettingsError, named_error, told_as
 from rlhf.data.rows import Prompt, prompt_text
-from rlhf.data.sources import load_function
+from rlhf.data.sources import load_function, takes_rows
 from rlhf.data.tokens import answer_texts, encode_prompt
 from rlhf.stages.models import ScalarModel, check_hand_over, hand_over
 from rlhf.stages.ppo.config import PPOSettings
@@ -35,7 +34,7 @@ class FunctionReward:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        self.takes_rows = _takes_rows(self.function)
+        self.takes_rows = takes_rows(self.function)
 
     def __call__(self, episodes: Episodes) -> Tensor:
         """Scores [B], on the CPU."""
@@ -253,28 +252,3 @@ def _numbers(returned: Any) -> list[Any]:
 def _is_number(value: Any) -> bool:
     most = torch.finfo(torch.float32).max  # an int may be larger than any float
     return isinstance(value, Real) and bool(abs(value) <= most)  # type: ignore[operator]  # False for NaN
-
-
-def _takes_rows(reference: str) -> bool:
-    """Whether a function wants the rows too: its third parameter is required, or called `rows`."""
-    function = load_function(reference)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-ins have none to show
-        return False
-    if _fits(signature, 3) and (not _fits(signature, 2) or list(signature.parameters)[2:3] == ["rows"]):
-        return True
-    if _fits(signature, 2):
-        return False
-    raise DataError(
-        f"{reference}: takes {signature}; a reward function takes (prompts, responses) or (prompts, responses, rows)"
-    )
-
-
-def _fits(signature: inspect.Signature, number: int) -> bool:
-    """Whether a function can be called with so many positional arguments."""
-    try:
-        signature.bind(*range(number))
-    except TypeError:
-        return False
-    return True

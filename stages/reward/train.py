@@ -68,7 +68,8 @@ def train(folder: str | Path) -> dict[str, Any]:
             reader = RowReader(settings)
             add_sampled_answers(run, tokenizer, reader, *read_rows(reader))
         run.on_main(lambda: (folder / SAMPLED).unlink(missing_ok=True))  # a kill may have left it beside the answers
-    data, eval_data, noted = rows_of(run, lambda reader: make_rows(reader, tokenizer, folder), Ranked.of)
+    answers = folder / ANSWERS if settings.num_sampled_answers else None
+    data, eval_data, noted = rows_of(run, lambda reader: make_rows(reader, tokenizer, folder), Ranked.of, answers)
     refuse_nothing_to_measure(eval_data)
     others = scores_of_others(run, eval_data)
     batch_size = run.batch_size("global_batch_size", settings.global_batch_size, len(data))

@@ -91,6 +91,10 @@ def odd_rows() -> Iterator[dict[str, Any]]:
     yield from ({"prompt": f"question {number}", "picture": b"..."} for number in range(4))
 
 
+def with_rows(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
+    raise AssertionError("it is not called here")
+
+
 def test_rows_that_a_reward_function_cannot_be_given_are_refused_before_anything_trains(
     world: Path, stages: FakeStages
 ) -> None:
@@ -98,7 +102,7 @@ def test_rows_that_a_reward_function_cannot_be_given_are_refused_before_anything
     with pytest.raises(
         DataError, match=r"odd_rows row 1: column 'picture': a value of type bytes; reward functions are"
     ):
-        run(data, "ppo.rewards=[{function: builtins:len}]")
+        run(data, f"ppo.rewards=[{{function: {__name__}:with_rows}}]")
     assert stages.trained == []
     run(data)  # nobody is given them
     assert stages.trained[-1] == "ppo"

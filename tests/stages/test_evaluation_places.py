@@ -136,3 +136,29 @@ def test_what_the_manifest_does_not_tell_of_is_not_taken(other: Path) -> None:
     (other / "manifest.json").write_text(json.dumps({"stage": "sft", "files": {}}))
     with pytest.raises(DataError, match=r"^sft\.data: .*demos\.jsonl: not as sft-1 had it, by its digest$"):
         with_data_as_read(read_settings(other, SFTSettings), other)
+
+
+DATED = """
+from datetime import date
+
+def rows():
+    for number in range(8):
+        yield {"prompt": f"What is {number}?", "day": date(2024, 1, 1 + number)}
+
+def is_text(prompts, responses, rows):
+    return [float(isinstance(row["day"], str)) for row in rows]
+"""
+
+
+def test_a_reward_function_is_given_rows_as_in_training(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "dated.py").write_text(DATED)
+    given = model_folders(tmp_path, tokenizer) | {
+        "reward_model": None, "rewards": [{"function": "dated:is_text"}], "data": "dated:rows", "eval_data": None,
+        "eval_share": 0.5,
+    }  # fmt: skip
+    metrics = run_ppo(tmp_path / "ppo", given, num_iterations=1)
+    assert metrics["score"] == 1.0
+    assert evaluate(tmp_path, {"ppo": tmp_path / "ppo"}, cheap(None))["models"]["ppo"]["score"]["mean"] == 1.0

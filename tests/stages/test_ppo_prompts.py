@@ -26,10 +26,18 @@ def rows() -> Iterator[dict[str, Any]]:
         yield {"prompt": f"question {number}", "cell": cell}
 
 
-def given(*cells: Any, function: str | None = "a:b") -> PPOSettings:
-    """Settings whose data have these cells; of the reward function only the name is looked at."""
+def with_rows(prompts: list[str], responses: list[str], rows: list[dict[str, Any]]) -> list[float]:
+    raise AssertionError("it is not called here")
+
+
+def without_rows(prompts: list[str], responses: list[str]) -> list[float]:
+    raise AssertionError("it is not called here")
+
+
+def given(*cells: Any, function: Any = with_rows) -> PPOSettings:
+    """Settings whose data have these cells."""
     CELLS[:] = [*cells, None]
-    rewards = [] if function is None else [{"function": function}]
+    rewards = [] if function is None else [{"function": f"{__name__}:{function.__name__}"}]
     return settings(data=f"{__name__}:rows", eval_share=0.5, rewards=rewards)
 
 
@@ -85,6 +93,8 @@ def endless() -> list[Any]:
         (np.longdouble(1), "a value of type longdouble"),
         ({"a": {3: "b"}}, "an object with the key 3, which is not text"),
         (10**5000, "a number of thousands of digits"),
+        (torch.ones(2).to_sparse(), "a value of type Tensor that makes no list"),
+        (torch.ones(2, device="meta"), "a value of type Tensor that makes no list"),
         (endless(), "it is nested too deeply"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -96,6 +106,7 @@ def test_what_json_has_no_form_for_is_refused_with_row_column_and_cure(cell: Any
     assert "make it text, a number, a list, or an object whose keys are text" in str(error.value)
 
 
-def test_without_a_reward_function_rows_may_hold_anything() -> None:
-    train, held_out = read_rows(RowReader(given(b"abc", {1, 2}, function=None)))
+@pytest.mark.parametrize("function", [None, without_rows])
+def test_rows_that_nothing_is_given_may_hold_anything(function: Any) -> None:
+    train, held_out = read_rows(RowReader(given(b"abc", {1, 2}, function=function)))
     assert len(train) + len(held_out) == 3

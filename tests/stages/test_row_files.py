@@ -106,16 +106,27 @@ def test_rows_are_made_anew_where_they_may_be_others(tmp_path: Path, change: str
     assert (list(train), list(held_out)) == (ROWS[:1], ROWS[1:])
 
 
+def test_rows_follow_a_file_of_the_stages_own_that_they_are_made_from(tmp_path: Path) -> None:
+    run, make, answers = new_run(tmp_path / "run"), Made(ROWS, ROWS[:1]), tmp_path / "answers.jsonl"
+    for text, times in (("a", 1), ("a", 1), ("b", 2)):
+        answers.write_text(text)
+        rows_of(run, make, Row.of, answers)
+        assert make.times == times
+    run.close()
+
+
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_file_that_was_cut_short_or_deleted_is_made_again(tmp_path: Path, name: str, is_there: bool) -> None:
+@pytest.mark.parametrize("damage", ["cut short", "deleted", "overwritten"])
+def test_a_file_that_is_not_as_it_was_written_is_made_again(tmp_path: Path, name: str, damage: str) -> None:
     run, make = new_run(tmp_path / "run"), Made(ROWS, ROWS[:1])
     rows_of(run, make, Row.of)
     file = run.folder / FOLDER / name
-    if is_there:
+    if damage == "deleted":
+        file.unlink()
+    elif damage == "cut short":
         os.truncate(file, file.stat().st_size - 1)
     else:
-        file.unlink()
+        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     train, held_out, _ = rows_of(run, make, Row.of)
     run.close()
     assert (list(train), list(held_out), make.times) == (ROWS, ROWS[:1], 2)

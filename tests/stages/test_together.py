@@ -4,6 +4,9 @@ import errno
 import fcntl
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from threading import Event, current_thread
 
@@ -79,3 +82,28 @@ def test_nobody_reading_what_is_said_does_not_end_the_wait(tmp_path: Path, monke
         together.fill(tmp_path / "abc", "tokens", say, lambda _: True, lambda _: None)
     [thread] = threads
     thread.join()  # an error in it would be a warning
+
+
+HOLDS = """
+import os, signal, sys
+from pathlib import Path
+from rlhf.stages import together
+with together.claimed(Path(sys.argv[1])):
+    if not os.fork():
+        print(os.getpid(), flush=True)
+    signal.pause()
+"""
+
+
+def test_a_forked_child_that_outlives_a_killed_process_does_not_keep_its_lock(tmp_path: Path) -> None:
+    """As the idle workers of a pool do, which somebody's rows function has."""
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path / "part")], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        owner.kill()
+        owner.wait()
+        try:
+            with together.claimed(tmp_path / "part") as ours:
+                assert ours
+        finally:
+            os.kill(child, signal.SIGKILL)
