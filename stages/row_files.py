@@ -163,8 +163,13 @@ def _make(
     with writing():
         shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
         aside.mkdir(parents=True)
-    for name, rows in zip(_SIDES, make(reader), strict=True):
-        RowFile.write(aside / name, rows, writing)
+    try:
+        for name, rows in zip(_SIDES, make(reader), strict=True):
+            RowFile.write(aside / name, rows, writing)
+    except DataError:
+        for text in reader.said:  # such as what was left out before nothing was left
+            run.say(text)
+        raise
     with writing():
         sizes = {path.name: path.stat().st_size for path in aside.iterdir()}
         of_files = {"sizes": sizes, "digests": _digests(aside, sizes)}

@@ -132,14 +132,20 @@ def test_a_file_that_is_not_as_it_was_written_is_made_again(tmp_path: Path, name
     assert (list(train), list(held_out), make.times) == (ROWS, ROWS[:1], 2)
 
 
-def test_rows_that_could_not_be_made_to_their_end_are_not_taken_for_whole(tmp_path: Path) -> None:
+def test_rows_that_could_not_be_made_to_their_end_are_not_taken_for_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was said of them until then is told beside the error."""
+
     def fails(reader: RowReader[Any]) -> Iterator[list[Any]]:
         yield ROWS
+        reader.say("left out: all")
         raise DataError("data: nothing is left")
 
     run = new_run(tmp_path / "run")
     with pytest.raises(DataError, match="nothing is left"):
         rows_of(run, fails, Row.of)
+    assert "left out: all" in capsys.readouterr().out
     train, _, _ = rows_of(run, Made(ROWS[:2], ROWS), Row.of)
     run.close()
     assert list(train) == ROWS[:2]
