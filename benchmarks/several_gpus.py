@@ -16,7 +16,8 @@ alone. Rates are medians over the steps that are logged, the first left out; GiB
 `planned` is what `rlhf estimate` says of that.
 
 For `memory` the other processes are played: what they would send is left out, or is what this one sends. Its numbers
-are not those of a training, but it allocates what it would.
+are not those of a training, but it allocates what it would. (On a CPU, GiB has all in it that Python and its libraries
+take: next to tiny models that is most of it.)
 """
 
 import argparse

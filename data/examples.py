@@ -12,7 +12,8 @@ from rlhf.data.messages import Messages, Unusable, with_system, with_tools
 
 # Reasons to leave something out that are no fault of the data.
 UNJUDGED, DELETED = "nobody judged it", "a deleted message"
-TOO_FEW = "fewer than two answers"  # why there is no ranking
+
+TOO_FEW = "fewer than two answers"
 _GOOD = {"true": True, "up": True, "false": False, "down": False}
 _DECIMAL_COMMA = re.compile(r"(?a)\s*([+-]?\d+),(\d{1,2}|\d{4,})\s*")  # three digits may be thousands
 

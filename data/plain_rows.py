@@ -48,6 +48,8 @@ def _as_json(value: Any) -> Any:
     """
     if value is None or isinstance(value, str | float):
         return value
+    if _is_missing(value):
+        return None
     if isinstance(value, int):
         if value.bit_length() > 10_000:
             raise TypeError("a number of thousands of digits")  # Python reads 4300 of them
@@ -73,3 +75,9 @@ def _as_json(value: Any) -> Any:
         if type(plain) is not type(value):
             return _as_json(plain)
     raise TypeError(f"a value of type {type(value).__name__}")
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether it stands for a date or number that is not there: numpy's and pandas' NaT, which are not equal to
+    themselves, and pandas' NA."""
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, np.datetime64) and bool(np.isnat(value)))

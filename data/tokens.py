@@ -253,8 +253,9 @@ def _response_ids(tokenizer: Tokenizer, written: list[_Written], responses: list
 
 
 @lru_cache(maxsize=16)  # most prompts have the same
-def _role_ids(tokenizer: Tokenizer, _: int, lead: str) -> tuple[int, ...]:
-    """The ids of a lead that has a role token in it; none of other text, a space say, which is of the first word."""
+def _role_ids(tokenizer: Tokenizer, num_tokens: int, lead: str) -> tuple[int, ...]:
+    """The ids of a lead that has a role token in it; none of other text, a space say, which is of the first word.
+    `num_tokens` are the tokenizer's, since one that was given more is another."""
     ids = _ids(tokenizer, lead)
     return () if ids == _text_ids(tokenizer, lead) else tuple(ids)
 

@@ -159,9 +159,7 @@ def _has_answers(step: Step) -> bool:
 
 def positions_in(model: Path) -> int | None:
     """Those of the model in a local folder; None where that cannot be read, or does not say."""
-    config = config_in(model)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
+    text = text_config_in(model)
     found = text.get("max_position_embeddings", text.get("n_positions"))  # the latter in GPT-2's
     return found if isinstance(found, int) else None
 
@@ -173,6 +171,13 @@ def config_in(model: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def text_config_in(model: Path) -> dict[str, Any]:
+    """What the config says of the language model, whatever else belongs to it."""
+    config = config_in(model)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
 
 
 def _refuse_bad_rows(settings: StageSettings, say: Say) -> None:

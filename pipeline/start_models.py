@@ -1,9 +1,8 @@
 """The models that a recipe of `rlhf init` starts from, and what their configs tell of their size. No torch."""
 
-import json
 from pathlib import Path
 
-from rlhf.pipeline.preflight import positions_in
+from rlhf.pipeline.preflight import positions_in, text_config_in
 from rlhf.pipeline.references import POLICIES, model_at
 
 START_MODELS = {True: "Qwen/Qwen3-0.6B", False: "HuggingFaceTB/SmolLM2-135M"}
@@ -22,14 +21,9 @@ def size_of(model: str) -> tuple[int | None, float | None]:
 
 def parameters_in(model: Path) -> float | None:
     """About how many parameters the model in a folder has, in layers and embeddings; None where that is not told."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        text = config.get("text_config", config)
-        width = text.get("hidden_size", text.get("n_embd"))  # the latter in GPT-2's
-        layers = text.get("num_hidden_layers", text.get("n_layer"))
-        vocabulary = text.get("vocab_size")
-    except (OSError, ValueError, AttributeError):  # the stage will say what is wrong with it
-        return None
+    text = text_config_in(model)
+    width = text.get("hidden_size", text.get("n_embd"))  # the latter in GPT-2's
+    layers, vocabulary = text.get("num_hidden_layers", text.get("n_layer")), text.get("vocab_size")
     if not all(isinstance(number, int) and number > 0 for number in (width, layers, vocabulary)):
         return None
     return float(12 * layers * width**2 + vocabulary * width)  # attention has some 4 and the MLP 8 times width²

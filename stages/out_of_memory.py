@@ -60,6 +60,8 @@ class _Now:
 
     phase: str = "loading"
     shape: tuple[int, ...] = ()
+    num_rows: int = 0
+    """That are read together, in the unit of `microbatch_size`; 0 where that is not said."""
     run: "Runtime[Any] | None" = None
 
 
@@ -68,12 +70,13 @@ _now = _Now()
 
 def begin(run: "Runtime[Any]") -> None:
     """A stage begins: it loads its data and models."""
-    _now.phase, _now.shape, _now.run = "loading", (), run
+    _now.phase, _now.shape, _now.num_rows, _now.run = "loading", (), 0, run
 
 
-def doing(phase: str, ids: torch.Tensor | None = None) -> None:
-    """Note what begins now, for the message and the clock of phases; `ids` [rows, tokens] are what is read."""
-    _now.phase, _now.shape = phase, () if ids is None else tuple(ids.shape)
+def doing(phase: str, ids: torch.Tensor | None = None, num_rows: int = 0) -> None:
+    """Note what begins now, for the message and the clock of phases; `ids` [rows, tokens] are what is read, of
+    `num_rows` in a forward pass."""
+    _now.phase, _now.shape, _now.num_rows = phase, () if ids is None else tuple(ids.shape), num_rows
     watchdog.moved(phase)
     if _now.run is not None:
         _now.run.phases.begin(phase)
@@ -136,7 +139,7 @@ def within_memory(run: "Runtime[Any]", num_rows: int, make: Callable[[], T], *mo
 def halve(run: "Runtime[Any]", num_rows: int) -> bool:
     """Halve what `num_rows` are read or sampled in, say so and record it; False where it is one row already."""
     name = _bound(run)
-    size = min(at_once(run, name) or num_rows, num_rows)
+    size = min(at_once(run, name) or num_rows, _now.num_rows or num_rows, num_rows)
     if size == 1:
         return False
     smaller = size // 2
@@ -179,7 +182,12 @@ def _restore(states: tuple[torch.Tensor, torch.Tensor | None], device: torch.dev
 
 
 def _where() -> str:
-    return _now.phase + (f" of {_now.shape[0]} rows × {_now.shape[1]} tokens" if len(_now.shape) == 2 else "")
+    if len(_now.shape) != 2:
+        return _now.phase
+    rows, tokens = _now.shape
+    if rows == 1 and _now.num_rows > 1:
+        return f"{_now.phase} of {_now.num_rows} rows packed into {tokens} tokens"
+    return f"{_now.phase} of {rows} rows × {tokens} tokens"
 
 
 def _bound(run: "Runtime[Any]") -> str:
@@ -190,11 +198,11 @@ def _bound(run: "Runtime[Any]") -> str:
 
 def _message(run: "Runtime[Any]", said: str) -> str:
     name = _bound(run)
-    size = at_once(run, name) or "None, the device's whole share"
+    limits = f"{name}: {at_once(run, name) or 'no limit'}"
+    if name == "microbatch_size" and hasattr(run.settings, "microbatch_tokens"):
+        limits += f", microbatch_tokens: {run.settings.microbatch_tokens}"
     needs = f"; needed all the time: {run.in_memory}" if run.in_memory else ""
-    return (
-        f"out of memory in {_where()} ({name}: {size}); {_memory(run.device)}{needs}; lower {_to_lower(run)} ({said})"
-    )
+    return f"out of memory in {_where()} ({limits}); {_memory(run.device)}{needs}; lower {_to_lower(run)} ({said})"
 
 
 def _memory(device: torch.device) -> str:

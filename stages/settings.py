@@ -5,9 +5,9 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -91,6 +91,15 @@ class ServedModel(Settings):
     """The model, by the server's name for it."""
     key_variable: str | None = None
     """Environment variable that holds the server's API key, if it wants one."""
+
+
+def _or_default(value: Any) -> Any:
+    return MICROBATCH_TOKENS if value is None else value  # null stands in settings of before there was a default
+
+
+MICROBATCH_TOKENS = 16384
+"""In a forward pass, where nothing else is said: they keep a large GPU busy."""
+Tokens = Annotated[int, Field(ge=1), BeforeValidator(_or_default)]
 
 
 class LoraSettings(Settings):

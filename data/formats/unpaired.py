@@ -1,8 +1,8 @@
 """Single answers that were judged good or bad: thumbs up and down, TRL's unpaired preferences and stepwise labels.
 
-The rows of one prompt are a ranking as if good were a score of 1 and bad one of 0. What has no other answer to compare
-with is left out, and so are prompts whose answers are all good, or all bad. A bad answer is no demonstration, whatever
-the format of its row.
+The rows of one prompt are a ranking as if good were a score of 1 and bad one of 0. An answer with no other to compare
+with cannot be used, which counts against `max_dropped`; prompts whose answers are all good, or all bad, are left out as
+ties. A bad answer is no demonstration, whatever the format of its row.
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ def _verdict(row: dict[str, Any]) -> tuple[str, bool] | None:
 
 def _is_judged(row: dict[str, Any]) -> bool:
     """Whether a row holds one answer that was judged good or bad, and no rank or score, by which answers compare."""
-    judged = _verdict(row) is not None and any(name in row for name in _ANSWERS)
-    return judged and not any(known.fits(row) for known in ONE_A_ROW)
+    has_verdict = _verdict(row) is not None and any(name in row for name in _ANSWERS)
+    return has_verdict and not any(known.fits(row) for known in ONE_A_ROW)
 
 
 def _read_all(rows: list[Numbered]) -> Iterator[tuple[tuple[int, ...], Ranking | Unusable]]:

@@ -177,8 +177,10 @@ def _of_the_kept(metrics: Mapping[str, Any], found: Evidence) -> Verdict:
     kl = "" if nats is None else f"KL {number(nats)} nats per response"
     score = "" if scores is None else _moved(*scores)
     if max(abs(value) for value in (metrics["kl"], nats) if value is not None) < NO_KL:
-        figures = ", ".join(part for part in (kl, score) if part)
-        return Verdict("moved_nothing", "bad", f"PPO moved nothing: {figures}; {found.source}.")
+        figures, source = ", ".join(part for part in (kl, score) if part), found.source
+        if not figures:  # an evaluation that has neither
+            figures, source = f"KL {number(metrics['kl'])} nats per response", STAGES_OWN
+        return Verdict("moved_nothing", "bad", f"PPO moved nothing: {figures}; {source}.")
     if found.win_rate is None:
         figures = "".join(f"{part}, " for part in (score, kl) if part)
         return Verdict("unknown", "open", f"Whether PPO improved is not shown: {figures}but no answers were compared.")

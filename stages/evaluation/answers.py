@@ -106,7 +106,7 @@ def _answers(
     prompt_ids, prompt_mask = (x.to(device) for x in pad_left(prompts, pad))  # [B,P]
     ids, attended = torch.cat([prompt_ids, responses], 1), torch.cat([prompt_mask, mask], 1)
     told = [asked.prompts[row] for row in rows]
-    episodes = episodes_of(ids, attended, mask, told, stops, tokenizer, law.microbatch_tokens or TOKENS_AT_ONCE)
+    episodes = episodes_of(ids, attended, mask, told, stops, tokenizer, law.microbatch_tokens)
     kl: list[float | None] = [None] * len(rows)
     if reference is speaker:
         kl = [0.0] * len(rows)

@@ -50,6 +50,10 @@ def model_as_read(name: str, reference: str, folder: Path) -> str:
     if Path(reference).is_absolute():
         return reference
     paths = _paths(Path(reference), folder)
+    known = Artifact(folder).manifest.get("inputs", {}).get(name.partition(".")[2], "")
+    if not known.startswith("hub:") and not any(map(os.path.exists, paths)):
+        looked = ", ".join(str(place.absolute()) for place in _places(folder))
+        raise SettingsError(f"{name}: no folder {reference!r} in {looked}; start where it lies, or put it back")
     try:
         return _same(name, folder, "inputs", {path: partial(model_digest, path, name) for path in paths})
     except DataError as error:
@@ -76,5 +80,9 @@ def _same(name: str, folder: Path, kind: str, digests: Mapping[str, Callable[[],
 def _paths(path: Path, folder: Path) -> list[str]:
     """Where it is, seen from the folders in which the stage in `folder` may have been started; the path itself is among
     them, since it may be no path but a function, or an id of the hub."""
-    places = [place / path for place in (Path(), *folder.absolute().parents[1:3])]
+    places = [place / path for place in _places(folder)]
     return [*dict.fromkeys(str(place) for place in [*filter(os.path.exists, places), path])]
+
+
+def _places(folder: Path) -> list[Path]:
+    return [Path(), *folder.absolute().parents[1:3]]

@@ -162,7 +162,7 @@ def collect(
         try:
             for piece in cut:
                 text = piece.of_text(input_ids, mask.shape[1]), piece.of_text(attention_mask, mask.shape[1])
-                doing("the rollout", text[0])
+                doing("the rollout", text[0], len(piece))
                 readers = policy, None if beside else reference, critic
                 found = read_part(*readers, *text, piece.num_response, settings, piece.as_pack)
                 for whole, part in zip((logprobs, ref_logprobs, entropy, values), found, strict=True):

@@ -143,7 +143,7 @@ class Updater:
         ratios = Ratios(run.device)
         for piece in run.accumulate(microbatches, *models):
             part, learned = rollout.cut(piece), targets.cut(piece)
-            doing("the update", part.input_ids)
+            doing("the update", part.input_ids, len(piece))
             found: dict[str, Tensor] = {}
             if policy_learns:
                 given = num_tokens, num_values, len(minibatch), kl_coef, ratios

@@ -46,7 +46,7 @@ def scored(
     mine = run.shard(list(range(len(data))))
     for rows in passes(data, mine, run.microbatch_size, settings.microbatch_tokens):
         part = collate([data[i] for i in rows], pad, run.device)
-        doing("evaluation", part.ids)
+        doing("evaluation", part.ids, len(rows))
         yield rows, part.by_prompt(model.pool(model(part.ids, part.attention), part.response)), part
 
 

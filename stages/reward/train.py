@@ -230,7 +230,7 @@ def optimise(
         cut = passes(batch, mine, run.microbatch_size, settings.microbatch_tokens, packed=run.unwrap(model).packed)
         for rows in run.accumulate(cut, model):
             part = collate([batch[i] for i in rows], pad, run.device, multiple=multiple)
-            doing("the update", part.ids)
+            doing("the update", part.ids, len(rows))
             lm_loss = torch.zeros((), device=run.device)
             if lm_head is None:
                 values = model(part.ids, part.attention)

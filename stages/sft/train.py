@@ -194,7 +194,7 @@ def held_out_loss(
         for some in (mine[start : start + share] for start in range(0, len(mine), share)):
             for cut in reading.cut(some, run.microbatch_size, settings.microbatch_tokens):
                 passage = reading.passage([some[i] for i in cut])
-                doing("evaluation", passage.ids)
+                doing("evaluation", passage.ids, len(cut))
                 with run.accelerator.autocast():
                     loss, _ = reading.losses(model, passage.to(run.device))
                 losses.append(loss)

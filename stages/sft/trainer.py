@@ -110,20 +110,20 @@ class CheckpointedTrainer(SFTTrainer):
     def cut(self, rows: list[Encoded]) -> list[list[int]]:
         """Numbers of the rows of each pass. With TRL's loss, which counts over all processes in each of them, all
         processes make equally many."""
-        size = self.run.microbatch_size
+        size, tokens = self.run.microbatch_size, self.run.settings.microbatch_tokens
         if self.ours:
-            return self.reading.cut(rows, size, self.run.settings.microbatch_tokens)
-        size = size or len(rows)
+            return self.reading.cut(rows, size, tokens)
+        size = min(size or len(rows), max(tokens // self.reading.longest, 1))
         return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
 
     def inputs_of(self, rows: list[Encoded]) -> dict[str, Any]:
         """Of one forward pass."""
         if self.ours:
             passage = self.reading.passage(rows)
-            doing("the update", passage.ids)
+            doing("the update", passage.ids, len(rows))
             return {"passage": passage.to(self.run.device)}
         ids, mask = pad_right([row.input_ids for row in rows], self.reading.pad_token_id)
-        doing("the update", ids)
+        doing("the update", ids, len(rows))
         return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels(rows)}
 
     def compute_loss(

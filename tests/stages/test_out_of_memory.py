@@ -16,7 +16,7 @@ from stages_world import TINY, inputs, run_stage, without_clock
 from test_train import Killed, at_step
 
 from rlhf.data.errors import RefusedError
-from rlhf.stages import entry, lora_layers, microbatches
+from rlhf.stages import entry, lora_layers, microbatches, out_of_memory
 from rlhf.stages.artifact import Artifact
 from rlhf.stages.engines.static import StaticEngine
 from rlhf.stages.out_of_memory import OutOfMemory, at_once, is_out_of_memory, within_memory
@@ -95,7 +95,7 @@ def fail(small: SmallDevice, folder: Path, **fields: Any) -> str:
 
 def test_the_message_names_phase_sizes_memory_estimate_and_three_settings(small: SmallDevice, tmp_path: Path) -> None:
     said = fail(small, tmp_path / "pretrain")
-    assert said.startswith("out of memory in the update of 4 rows × 33 tokens (microbatch_size: None, ")
+    assert said.startswith("out of memory in the update of 4 rows × 33 tokens (microbatch_size: no limit); ")
     assert "this machine has " in said
     assert " free; this process took " in said
     # 320 · 16 embeddings; q, k, v, o, three matrices of the MLP and two norms; the last norm.
@@ -201,6 +201,21 @@ def test_it_comes_to_a_size_that_fits_and_the_result_is_as_if_it_had_been_set(
     assert Artifact(tmp_path / "auto").manifest["key"] == Artifact(tmp_path / "set").manifest["key"]
 
 
+def test_where_tokens_bound_a_pass_half_the_rows_that_were_in_it_are_tried_next(
+    chain: Chain, small: SmallDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small.num_texts = 1
+    run_stage("sft", tmp_path / "sft", auto_microbatch=True, microbatch_tokens=400, **inputs("sft", chain))
+    first = small.tried[0]
+    assert 1 < first < 10  # of ten that are its share
+    assert f"microbatch_size {first} → {first // 2}, the global batch" in capsys.readouterr().out
+
+
+def test_rows_in_a_pack_are_told_as_what_they_are() -> None:
+    out_of_memory.doing("the update", torch.zeros(1, 512), 7)
+    assert out_of_memory._where() == "the update of 7 rows packed into 512 tokens"
+
+
 def test_the_reward_model_reads_fewer_prompts_at_a_time(small: SmallDevice, tmp_path: Path) -> None:
     given = {"model": policy_folder(tmp_path), "data": rankings_file(tmp_path / "rows.jsonl", marked(48))}
     small.num_texts = 8  # two prompts of four answers
@@ -296,7 +311,8 @@ def test_how_much_is_done_at_a_time_is_the_setting_or_what_it_came_down_to() -> 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "ppo"])
 def test_at_one_row_it_gives_up_with_the_message(chain: Chain, small: SmallDevice, tmp_path: Path, stage: str) -> None:
     small.num_texts = 0
-    with pytest.raises(OutOfMemory, match=rf"the update of 1 rows .*\(microbatch_size: 1\).*; lower {stage}\."):
+    limits = r"\(microbatch_size: 1(, microbatch_tokens: 16384)?\)"
+    with pytest.raises(OutOfMemory, match=rf"the update of 1 rows .*{limits}.*; lower {stage}\."):
         run_stage(stage, tmp_path / stage, auto_microbatch=True, **inputs(stage, chain))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from ppo_world import settings
@@ -67,6 +68,9 @@ def kept(tmp_path: Path, *cells: Any) -> list[Any]:
         (np.datetime64("2024-02-01T12:30:00.000000001"), "2024-02-01T12:30:00.000000001"),
         (Decimal("1.10"), "1.10"),
         (float("inf"), float("inf")),
+        (np.datetime64("NaT"), None),
+        (pd.NaT, None),
+        (pd.NA, None),
         ("\ud800", "\ud800"),
         (2**100, 2**100),
     ],

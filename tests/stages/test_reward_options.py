@@ -202,7 +202,7 @@ def test_a_step_is_the_same_however_it_is_cut(make_run: NewRun, cut: dict[str, i
     batch = encoded(whole, strengths=[4.0, 3.0, 2.5, 1.0])
     batch[0].answers, batch[0].ranks, batch[0].strengths = batch[0].answers[:2], [1.0, 2.0], [2.0, 1.0]
     pieces = make_run(**options, **cut)
-    assert len(passes(batch, list(range(8)), cut.get("microbatch_size"), cut.get("microbatch_tokens"))) > 1
+    assert len(passes(batch, list(range(8)), cut.get("microbatch_size"), cut.get("microbatch_tokens", 2**14))) > 1
     one, weights = step(whole, batch, head=True)
     other, same = step(pieces, batch, head=True)
     assert other == pytest.approx(one, rel=1e-5)
@@ -217,7 +217,7 @@ def test_prompts_of_like_length_share_a_pass_and_no_prompt_is_taken_apart(make_r
     for budget, expected in ((3 * 2 * long, [[3, 1], [2, 0]]), (3 * 2 * short, [[3], [1], [2, 0]])):
         assert passes(data, [0, 1, 2, 3], None, budget) == expected
     assert passes(data, [2, 0], None, 9) == [[2], [0]]
-    assert passes(data, [2, 0], None, None) == [[2, 0]]
+    assert passes(data, [2, 0], None, 2**14) == [[2, 0]]
 
 
 def test_an_evaluation_within_a_budget_reads_each_row_once_and_scores_it_alike(make_run: NewRun) -> None:

@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_loss(shape: str, packed:
     expected.backward()
     read = reading(ours, packed)
     assert (read.straight, read.packed) == (True, packed)
-    for cut in read.cut(ROWS, max_rows=3, max_tokens=None):
+    for cut in read.cut(ROWS, max_rows=3, max_tokens=2**14):
         loss, _ = read.losses(ours, read.passage([ROWS[i] for i in cut]))
         (loss / 8).backward()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_loss(shape: str, packed:
 
 def test_rows_of_like_length_share_a_pass_and_packs_are_as_few_as_hold_them() -> None:
     rows = [Encoded([1] * length, 1) for length in (300, 10, 290, 12, 11)]
-    assert reading(tiny_policy(), packed=False).cut(rows, None, None) == [[0, 2], [3, 4, 1]]
+    assert reading(tiny_policy(), packed=False).cut(rows, None, 2**14) == [[0, 2], [3, 4, 1]]
     assert reading(tiny_policy(), packed=True).cut(rows, None, 320) == [[0, 4], [2, 3, 1]]  # 311 tokens and 312
 
 
@@ -98,6 +98,20 @@ def test_with_the_trainers_own_loss_the_stage_learns_the_same(
 def test_other_kinds_of_loss_are_the_trainers(chain: Chain, tmp_path: Path) -> None:
     run_stage("sft", tmp_path / "sft", args={"loss_type": "dft"}, **inputs("sft", chain))
     assert figures(tmp_path / "sft")[0][0] < 0.5 * figures(chain["sft"])[0][0]  # each token weighs by its probability
+
+
+def test_tokens_bound_a_pass_with_the_trainers_loss_too(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has as many rows as fit if all were as long as the longest, here of less than 128 tokens."""
+    read: list[int] = []
+
+    def note(_: str, ids: torch.Tensor, num_rows: int) -> None:
+        read.append(num_rows)
+
+    monkeypatch.setattr(trainer, "doing", note)
+    run_stage("sft", tmp_path / "sft", args={"loss_type": "dft"}, microbatch_tokens=256, **inputs("sft", chain))
+    assert max(read) == 2
 
 
 @pytest.fixture(scope="module")

@@ -94,3 +94,8 @@ def test_fields_of_the_trainer_pass_through_and_unknown_ones_do_not() -> None:
         SFTSettings.load(
             {"data": "x.jsonl", "args": {"liger_kernel_config": {"fused_linear_cross_entropy": True}}}, "sft"
         )
+
+
+@pytest.mark.parametrize("kind", [SFTSettings, RewardSettings, PPOSettings])
+def test_tokens_of_a_pass_that_are_null_as_in_older_settings_are_the_default(kind: Any) -> None:
+    assert kind.load({"data": "a.jsonl", "microbatch_tokens": None}, kind.stage).microbatch_tokens == 16384
