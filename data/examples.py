@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.data.messages import Messages, Unusable, with_system, with_tools
 
 # Reasons to leave something out that are no fault of the data.
-UNJUDGED, DELETED = "nobody judged it", "a deleted message"
+UNJUDGED, DELETED, JUDGED_BAD = "nobody judged it", "a deleted message", "a response that was judged bad"
 
 TOO_FEW = "fewer than two answers"
 _GOOD = {"true": True, "up": True, "false": False, "down": False}

@@ -1,7 +1,7 @@
 """Rows as JSON has them: what a reward function is given beside a response, which lies in files until then."""
 
 from dataclasses import replace
-from datetime import date, time
+from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -42,7 +42,8 @@ def _row_as_json(row: dict[str, Any], source: Source, number: int) -> dict[str, 
 
 
 def _as_json(value: Any) -> Any:
-    """A value as JSON has it: numbers and arrays of numpy and torch plain, dates, times and decimals as text.
+    """A value as JSON has it: numbers and arrays of numpy and torch plain, dates, times and decimals as text, durations
+    in seconds.
 
     Raises TypeError that says what it is where there is no such form.
     """
@@ -64,6 +65,8 @@ def _as_json(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     kind = value.dtype.kind if isinstance(value, np.generic | np.ndarray) else None
     if kind == "M":  # of those that are finer than a datetime `tolist` makes numbers
         return np.datetime_as_string(value).tolist()

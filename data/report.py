@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf.data.examples import DELETED, UNJUDGED
+from rlhf.data.examples import DELETED, JUDGED_BAD, UNJUDGED
 from rlhf.data.messages import Unusable
 
 FIRST_FEW = 5  # row numbers kept for each reason
 # Left out without counting as bad data: such a row has nothing to learn from, or nothing that is not read elsewhere.
 BLANK, DUPLICATE, TIED = "blank text", "duplicate prompt", "all answers tied"
-HARMLESS = BLANK, DUPLICATE, TIED, UNJUDGED, DELETED
+HARMLESS = BLANK, DUPLICATE, TIED, UNJUDGED, DELETED, JUDGED_BAD
 # Of rows of another kind, which are no bad ones of the kind that is wanted.
 PLAIN, DOCUMENT = "plain text where a row with columns is needed", "a text file is one document"
 

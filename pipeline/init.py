@@ -283,10 +283,13 @@ def _cure(path: str, found: Recognised) -> str:
 
 
 def _one_source(kind: str, files: Files) -> list[tuple[str, Recognised]]:
-    """The sources that a stage takes of a kind: raw text all of them, else the first."""
+    """The sources that a stage takes of a kind: raw text all of them, else the first; of demonstrations the first of
+    those with the largest share of rows to learn from."""
     sources = files.train[kind]
     if kind == "text":
         return sources
+    if kind == "demonstrations":
+        sources = sorted(sources, key=lambda source: -source[1].examples / max(source[1].rows, 1))
     for path, _ in sources[1:]:
         files.left[path] = f"{kind} as in {sources[0][0]}, and a stage has one source; {_NAME_THEM}"
     return sources[:1]

@@ -1,6 +1,7 @@
 """The models that a recipe of `rlhf init` starts from, and what their configs tell of their size. No torch."""
 
 from pathlib import Path
+from typing import Any
 
 from rlhf.pipeline.preflight import positions_in, text_config_in
 from rlhf.pipeline.references import POLICIES, model_at
@@ -22,8 +23,9 @@ def size_of(model: str) -> tuple[int | None, float | None]:
 def parameters_in(model: Path) -> float | None:
     """About how many parameters the model in a folder has, in layers and embeddings; None where that is not told."""
     text = text_config_in(model)
-    width = text.get("hidden_size", text.get("n_embd"))  # the latter in GPT-2's
-    layers, vocabulary = text.get("num_hidden_layers", text.get("n_layer")), text.get("vocab_size")
+    width: Any = text.get("hidden_size", text.get("n_embd"))  # the latter in GPT-2's
+    layers: Any = text.get("num_hidden_layers", text.get("n_layer"))
+    vocabulary: Any = text.get("vocab_size")
     if not all(isinstance(number, int) and number > 0 for number in (width, layers, vocabulary)):
         return None
     return float(12 * layers * width**2 + vocabulary * width)  # attention has some 4 and the MLP 8 times width²

@@ -14,6 +14,8 @@ SIZES = ("microbatch_size", "generation_batch_size")
 """Settings of which it is found out how small they have to be."""
 SERVER = {"engine": "vllm", "server_url": "http://127.0.0.1:8000"}
 """Where nothing in the process samples, which for that would gather the whole model."""
+LEAST = 0.05
+"""GiB that a change has to bring to be one of several."""
 Changed = dict[str, Any]
 
 
@@ -72,7 +74,7 @@ class _Tried:
         lacking = self.excess({})
         for candidate in self.candidates():
             with suppress(ValidationError, RefusedError):
-                if (left := self.excess(chosen | candidate)) < 0.99 * lacking:
+                if (left := self.excess(chosen | candidate)) < lacking - LEAST:
                     chosen, lacking = chosen | candidate, left
             if not lacking:
                 break
@@ -115,6 +117,8 @@ class _Tried:
             yield {"generation_batch_size": 1}
         if device.precision("auto", stage) != device.precision(settings.precision, stage):
             yield {"precision": "auto"}
+        elif stage != "ppo" and "fp16" in device.flops and device.precision("auto", stage) == "fp32":
+            yield {"precision": "fp16"}  # of cards without bf16
         if device.is_gpu and not settings.compile:
             yield {"compile": True}
         if stage in ("pretrain", "ppo") and not settings.gradient_checkpointing:

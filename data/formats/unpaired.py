@@ -8,7 +8,7 @@ ties. A bad answer is no demonstration, whatever the format of its row.
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from rlhf.data.examples import TOO_FEW, Demonstration, Ranking, judged
+from rlhf.data.examples import JUDGED_BAD, TOO_FEW, Demonstration, Ranking, judged
 from rlhf.data.formats import AmbiguousError, Format, Numbered, Rating, by_mean, find, ranked_together
 from rlhf.data.formats.ranked_answers import ONE_A_ROW
 from rlhf.data.messages import Unusable
@@ -26,9 +26,7 @@ def refuse_judged_bad(row: Any) -> None:
     """Raise Unusable for a row whose answer was judged bad, so that it is not imitated."""
     if isinstance(row, dict) and (found := _verdict(row)) is not None and not found[1]:
         name = found[0]
-        raise Unusable(
-            "a response that was judged bad", f": {name} is {row[name]!r}; rename the column if it means something else"
-        )
+        raise Unusable(JUDGED_BAD, f": {name} is {row[name]!r}; rename the column if it means something else")
 
 
 def _verdict(row: dict[str, Any]) -> tuple[str, bool] | None:

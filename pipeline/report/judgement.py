@@ -37,13 +37,17 @@ def judge_run(run: Run) -> dict[str, Verdict]:
 
 
 def _ended(run: Run) -> tuple[float, str] | None:
-    """The share of SFT's answers that come to an end, and by whom and on how much it was taken: as in PPO's list."""
+    """The share of SFT's answers that come to an end, and by whom and on how much it was taken: as in PPO's list. None
+    too where it may as well be half of them, for all that so few prompts tell."""
     own, figures = run.metrics("ppo"), run.evaluation
     if "sft_eos_share" in own and not run.evidence.evaluated:
-        return own["sft_eos_share"], _measured(own, STAGES_OWN)
-    if figures is None or (ended := figures["models"].get("sft", {}).get("eos_share")) is None:
+        ended, num, words = own["sft_eos_share"], own.get("num_eval_prompts"), _measured(own, STAGES_OWN)
+    elif figures is None or (ended := figures["models"].get("sft", {}).get("eos_share")) is None:
         return None
-    return ended, _measured({"num_eval_prompts": figures["settings"]["num_prompts"]}, source(figures))
+    else:
+        num = figures["settings"]["num_prompts"]
+        words = _measured({"num_eval_prompts": num}, source(figures))
+    return None if num and of_share(ended, num)[1] >= 0.5 else (ended, words)
 
 
 def _learned_from(run: Run) -> bool:

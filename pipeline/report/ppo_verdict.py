@@ -273,7 +273,7 @@ def _collapsed(metrics: Mapping[str, Any], curves: Mapping[str, Line], found: Ev
     if length and length <= EMPTY_LENGTH and before >= SPOKE_BEFORE:
         return f"Collapsed: answers fell from {number(before)} to {number(length)} tokens, so nearly all are empty."
     ended, ended_before = _last(curves, "eval_eos_share", metrics.get("eos_share", 1.0)), metrics.get("sft_eos_share")
-    if ended_before is not None and ended < ended_before - EOS_DROP:
+    if ended_before is not None and ended < ended_before - EOS_DROP and _differ(ended, ended_before, metrics):
         return f"Collapsed: the share of answers that come to an end fell from {share(ended_before)} to {share(ended)}."
     if line := curves.get("entropy"):
         start, end = start_and_end(line)
@@ -283,6 +283,13 @@ def _collapsed(metrics: Mapping[str, Any], curves: Mapping[str, Line], found: Ev
                 "almost the same thing each time, and no judge likes it better."
             )
     return None
+
+
+def _differ(ended: float, before: float, metrics: Mapping[str, Any]) -> bool:
+    """Whether two shares of held-out answers are apart for all that so many prompts tell. Of older runs, that do not
+    say how many, any are."""
+    num = metrics.get("num_eval_prompts")
+    return not num or of_share(ended, num)[1] < of_share(before, num)[0]
 
 
 def _fallen(metrics: Mapping[str, Any], curves: Mapping[str, Line]) -> str | None:

@@ -21,8 +21,17 @@ from rlhf.stages.evaluation import statistics
 from rlhf.stages.evaluation.answers import Answer
 from rlhf.stages.evaluation.bench import Bench, Say
 from rlhf.stages.evaluation.config import EvaluationSettings
-from rlhf.stages.evaluation.records import ANSWERS, FIGURES, NAMES, EvaluationFailed, Figures, Row, short_hash
-from rlhf.stages.evaluation.subjects import find_subjects
+from rlhf.stages.evaluation.records import (
+    ANSWERS,
+    FIGURES,
+    NAMES,
+    EvaluationFailed,
+    Figures,
+    Row,
+    read_figures,
+    short_hash,
+)
+from rlhf.stages.evaluation.subjects import find_subjects, is_current
 from rlhf.stages.evaluation.tasks import run_tasks, task_manager
 from rlhf.stages.logs import be_quiet
 
@@ -48,6 +57,7 @@ def evaluate(
         raise SettingsError(f"{run_dir}: no finished pretrain, sft or ppo stage here; `{status}` shows how far it is")
     manager = task_manager(asked) if asked.tasks else None
     bench = Bench(run_dir, done, asked, subjects, say)
+    refuse_to_lose(run_dir, done, bench.left_out)
     figures: dict[str, dict[str, Any]] = {}
     answers: dict[str, list[list[Answer]]] = {}
     qualities: dict[str, list[list[float]]] = {}
@@ -84,6 +94,19 @@ def evaluate(
     found = finite(found)
     write(run_dir, found, rows)
     return found
+
+
+def refuse_to_lose(run_dir: Path, done: Mapping[str, Path], left_out: Sequence[str]) -> None:
+    """Raise SettingsError where the run's evaluation, of the same models, has figures that cannot be made anew now."""
+    earlier = read_figures(run_dir)
+    if earlier is None or not is_current(run_dir, done):
+        return
+    known = [told.rpartition("; left out: ")[2] for told in earlier.get("left_out", [])]
+    if new := [told for told in left_out if told.rpartition("; left out: ")[2] not in known]:
+        raise SettingsError(
+            f"{new[0]}, which {FIGURES} has of these models, and keeps; start where those data lie, or delete "
+            f"{run_dir / FIGURES} to measure without them"
+        )
 
 
 def write(run_dir: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:

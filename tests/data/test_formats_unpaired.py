@@ -117,8 +117,12 @@ def test_an_answer_that_was_judged_bad_is_no_demonstration_in_any_format(write: 
     verdicts = [{"label": True}, {"label": False}, {"label": None}, {"kto_tag": "false"}, {"thumbs": "down"}, {}]
     source = write(*(row | verdict for verdict in verdicts))
     assert why(source, "demonstrations") == {BAD: [2, 4, 5]}
-    with pytest.raises(DataError, match=r"row 2: a response that was judged bad: label is False; rename the column"):
-        read_demonstrations(source)
+    assert read_demonstrations(source).report.bad == 0  # which are what such a file is made of
+
+
+def test_where_all_were_judged_bad_the_column_that_says_so_is_named(write: Any) -> None:
+    with pytest.raises(DataError, match=r"row 1: a response that was judged bad: label is False; rename the column"):
+        read_demonstrations(write({"prompt": "Q", "completion": "A", "label": False}))
 
 
 def test_a_bad_answer_is_none_through_a_map_either(write: Any) -> None:

@@ -70,6 +70,18 @@ def test_a_table_of_one_answer_a_row_is_rankings_and_nothing_to_imitate(here: Pa
     assert recipe().stages == ["reward", "ppo"]
 
 
+def test_demonstrations_are_those_of_which_more_rows_can_be_learned_from(here: Path, rlhf: Call) -> None:
+    """A file of thumbs up and down has answers in it that are not to be imitated, and no fault for that."""
+    thumbs = [{"prompt": f"Is {n}?", "completion": "Yes.", "label": n % 2 == 0} for n in range(4)]
+    write_rows(here / "a_thumbs.jsonl", thumbs)
+    rlhf("init", "mine")
+    assert (sections()["sft"].data.path, sections()["sft"].max_dropped) == ("a_thumbs.jsonl", 0.0)
+    write_rows(here / "demos.jsonl", DEMONSTRATIONS)
+    Path("mine.yaml").unlink()
+    rlhf("init", "mine")
+    assert sections()["sft"].data.path == "demos.jsonl"
+
+
 COMPARISONS = "prompt,answer_a,answer_b,{}\nName a bird.,Wren.,Bat.,{}\nName a fish.,Whale.,Cod.,{}\n"
 
 

@@ -114,6 +114,14 @@ def test_sft_whose_answers_never_end_is_doubted_by_the_figures_that_ppos_list_ha
     assert "SFT learned: " in words(page(run_dir))
 
 
+def test_answers_to_four_prompts_do_not_tell_that_sfts_never_end(tmp_path: Path) -> None:
+    run_dir = evaluated(tmp_path, FULL | {"pairs": []})
+    set_metrics(run_dir, "ppo", num_eval_prompts=4, sft_eos_share=0.0)
+    assert "SFT learned: " in words(page(run_dir))
+    set_metrics(run_dir, "ppo", num_eval_prompts=19)
+    assert "SFT learned, but not where an answer ends" in words(page(run_dir))
+
+
 def test_what_was_not_measured_is_said_with_why(tmp_path: Path) -> None:
     why = "sft.data: demos.jsonl: no such file or folder (looked from /here); left out: the perplexity of responses"
     assert f"Not measured: {why}." in words(page(evaluated(tmp_path, FULL | {"left_out": [why]})))

@@ -129,6 +129,13 @@ def test_answers_that_say_nothing_any_more_are_a_collapse(metrics: Any, curves: 
     assert words in said(ppo_verdict.ppo(PPO | metrics, curves, None, EVEN), "collapsed", "bad")
 
 
+@pytest.mark.parametrize(("num", "collapsed"), [(4, False), (100, True)])
+def test_answers_of_few_prompts_that_end_less_often_by_chance_are_no_collapse(num: int, collapsed: bool) -> None:
+    """Of 4 prompts one answer ended, and now none."""
+    ends = PPO | {"sft_eos_share": 0.25, "eos_share": 0.0, "num_eval_prompts": num}
+    assert (ppo_verdict.ppo(ends, {}, None, EVEN).name == "collapsed") == collapsed
+
+
 def test_little_entropy_is_no_collapse_where_the_judge_likes_the_answers() -> None:
     said(ppo_verdict.ppo(PPO | JUDGED, {"entropy": curve(*[2.0] * 9, 0.1)}, None, WINS), "improved", "good")
 

@@ -327,6 +327,28 @@ def test_all_that_helps_is_told_where_nothing_is_enough(monkeypatch: pytest.Monk
     assert (set(together["settings"]), together["peak_gib"]) == (helping, 3.25)
 
 
+def test_what_brings_little_of_much_that_lacks_is_one_of_several_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputing brings 5 GiB of 590 that lack, before the layout brings the rest."""
+
+    def of_large_models(settings: Any) -> float:
+        models = 600.0 if settings.layout != "adapters" else 9.0
+        return models + (1.0 if settings.gradient_checkpointing else 6.0)
+
+    together = changes_of(monkeypatch, 11.0, of_large_models, ppo=PPO)[-1]
+    settings = {"ppo.gradient_checkpointing": True, "ppo.layout": "adapters"}
+    assert together == {"settings": settings, "peak_gib": 10.0, "fits": True}
+
+
+@pytest.mark.parametrize(("stage", "told"), [("sft", True), ("ppo", False)])  # ppo takes no fp16
+def test_half_precision_is_told_for_a_card_without_bf16(
+    monkeypatch: pytest.MonkeyPatch, stage: str, told: bool
+) -> None:
+    monkeypatch.setattr("test_estimate.H100", replace(H100, flops={"fp32": 8.0, "fp16": 65.0}))
+    given = {"sft": SFT, "ppo": PPO}[stage]
+    found = changes_of(monkeypatch, 20.0, lambda settings: 30.0 - 15 * (settings.precision == "fp16"), **{stage: given})
+    assert ({f"{stage}.precision": "fp16"} in [change["settings"] for change in found]) == told
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_a_model_that_no_process_can_hold_whole_is_advised_to_be_sampled_by_a_server(
     monkeypatch: pytest.MonkeyPatch, layout: str

@@ -109,12 +109,20 @@ def test_without_its_prompts_ppo_has_perplexities_and_without_its_reward_functio
     done = {"ppo": tmp_path / "ppo"}
     assert evaluate(tmp_path, done, cheap(None))["models"]["ppo"]["score"] is not None
     (tmp_path / "rates.py").write_text(REWARD.replace("float", "-"))
+    kept = (tmp_path / "evaluation.jsonl").read_bytes()
+    with pytest.raises(
+        SettingsError, match=r"left out: scores, which evaluation\.json has of these models, and keeps; "
+    ):
+        evaluate(tmp_path, done, cheap(None))
+    assert (tmp_path / "evaluation.jsonl").read_bytes() == kept
+    (tmp_path / "evaluation.json").unlink()
     told = evaluate(tmp_path, done, cheap(None))
     assert told["left_out"] == ["ppo.rewards.0: rates:rate: not as ppo had it, by its digest; left out: scores"]
     assert told["models"]["ppo"]["score"] is None
     assert told["models"]["ppo"]["kl"] is not None
     (tmp_path / "rates.py").write_text(REWARD)
     (tmp_path / "held_out.jsonl").unlink()
+    (tmp_path / "evaluation.json").unlink()
     (left_out,) = evaluate(tmp_path, done, cheap(None))["left_out"]
     assert left_out.startswith(f"ppo.eval_data: {tmp_path}/held_out.jsonl: no such file or folder")
     assert left_out.endswith("; left out: all answers")

@@ -1,7 +1,7 @@
 """Reward functions are given rows as they were read, or a run is refused that cannot give them so."""
 
 from collections.abc import Iterator
-from datetime import date, datetime, time
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def kept(tmp_path: Path, *cells: Any) -> list[Any]:
         (time(12, 30), "12:30:00"),
         (np.datetime64("2024-02-01T12:30:00.000000001"), "2024-02-01T12:30:00.000000001"),
         (Decimal("1.10"), "1.10"),
+        (timedelta(minutes=2, milliseconds=500), 120.5),
         (float("inf"), float("inf")),
         (np.datetime64("NaT"), None),
         (pd.NaT, None),
