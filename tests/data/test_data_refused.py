@@ -58,7 +58,7 @@ def test_bad_rows_are_refused_with_file_row_reason_and_cure(write: Any) -> None:
     assert str(caught.value).partition("rows.jsonl")[2] == (
         " row 2: empty response. kept 2 of 5 rows; 2 × empty response (rows 2, 5); "
         "1 × completion is a number, not text (row 3). "
-        "Repair them, or set max_dropped (--max-dropped) to 0.6 to go on without them"
+        "Repair them, or set max_dropped=0.6 (--max-dropped) to go on without them"
     )
 
 
@@ -71,7 +71,7 @@ def test_max_dropped_is_the_share_that_may_be_lost(write: Any) -> None:
 def test_the_share_that_the_message_proposes_is_enough(write: Any) -> None:
     bad = [{"prompt": "x"}] * 29
     source = write(*bad, *[{"prompt": "x", "response": "y"}] * 71)
-    with pytest.raises(DataError, match=r"to 0\.29 to go on"):
+    with pytest.raises(DataError, match=r"max_dropped=0\.29 "):
         read_demonstrations(source)
     assert read_demonstrations(source, max_dropped=0.29).report.kept == 71
 
