@@ -250,7 +250,9 @@ def test_an_update_within_a_budget_of_tokens_is_that_of_the_whole(
     """Raw text too is read in parts that keep to it: of 5 blocks of 8 tokens two at a time."""
     read: list[tuple[int, int]] = []
     doing = update_module.doing
-    monkeypatch.setattr(update_module, "doing", lambda what, ids: (read.append(tuple(ids.shape)), doing(what, ids)))
+    monkeypatch.setattr(
+        update_module, "doing", lambda what, ids, *num: (read.append(tuple(ids.shape)), doing(what, ids))
+    )
     blocks, found = Blocks(np.arange(1, 37), 7, "text"), []
     for budget in (None, 16):
         world = new_world(

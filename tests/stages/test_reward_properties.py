@@ -76,11 +76,12 @@ def test_a_score_does_not_depend_on_what_it_is_read_with(
     scorer.pooling = pooling
     rows = [ranking("ab", ["c", "dd!"], [1, 2]), ranking("abcdefgh", ["c" * 20, "d", "e" * 30], [1, 2, 3])]
     data = tokenised(run, tokenizer, rows)
-    ((_, together, part),) = scored(run, scorer, data, 0)
-    alone = [scores for row in data for _, scores, _ in scored(run, scorer, [row], 0)]
-    assert part.mask.tolist() == [[True, True, False], [True, True, True]]
+    ((numbers, together, part),) = scored(run, scorer, data, 0)
+    alone = [scores for number in numbers for _, scores, _ in scored(run, scorer, [data[number]], 0)]
+    assert numbers == [1, 0]  # the longer one first
+    assert part.mask.tolist() == [[True, True, True], [True, True, False]]
     torch.testing.assert_close(together[part.mask], torch.cat([x[0] for x in alone]), rtol=0, atol=1e-5)
-    assert together[0, 2] == 0
+    assert together[1, 2] == 0
 
 
 def test_an_answer_keeps_its_end_or_is_left_out_and_counted(run: Runtime, tokenizer: Any) -> None:
