@@ -36,7 +36,8 @@ def _row_as_json(row: dict[str, Any], source: Source, number: int) -> dict[str, 
             what = str(error) if isinstance(error, TypeError) else "it is nested too deeply"
             raise DataError(
                 f"{locate(source, number)}: column {column!r}: {what}; reward functions are given rows of JSON values: "
-                "make it text, a number, a list, or an object whose keys are text, or leave the column out"
+                "make it text, a number, a list, or an object whose keys are text, or leave the column out (where the "
+                "file cannot be changed, by a function that gives its rows)"
             ) from error
     return found
 
