@@ -67,24 +67,27 @@ class Bench:
         self.rewards: Rewards | None = None
         self.reward_name: str | None = None
         self.scored_by: list[Any] = []
-        self.left_out: list[str] = []
-        """What could not be measured, and why."""
+        self.left_out: dict[str, tuple[str, ...]] = {}
+        """What could not be measured, and why, with the names of the models' figures that are missing for it."""
         if self.of_text is not None:
             make = self.asked.form == "full"
-            with self._or_left_out("the perplexity of text"):
+            with self._or_left_out("the perplexity of text", "text_perplexity"):
                 self.blocks = held_out.text(made["pretrain"], self.of_text, self.tokenizer, self.asked.num_tokens, make)
         rows: list[Demonstration] = []
         if of_sft is not None:
-            with self._or_left_out(f"the perplexity of responses{'' if of_ppo else ', all answers'}"):
+            what, figures = "the perplexity of responses", ["response_perplexity"]
+            if of_ppo is None:
+                what, figures = f"{what}, all answers", [*figures, "length"]
+            with self._or_left_out(what, *figures):
                 rows = held_out.demonstrations(made["sft"], of_sft)
             self.rows = held_out.encoded_examples(self.tokenizer, rows, of_sft.max_length, self.asked.num_tokens)
         prompts: list[Prompt] = []
         if of_ppo is not None:
-            with self._or_left_out("all answers"):
+            with self._or_left_out("all answers", "length"):
                 prompts = held_out.prompts(made["ppo"], of_ppo)
             if prompts:
                 self._ask(of_ppo, prompts, cut=False)
-            with self._or_left_out("scores"):
+            with self._or_left_out("scores", "score"):
                 refuse_other_rewards(of_ppo, made["ppo"])
                 self._score(of_ppo)
         elif of_sft is not None and rows:
@@ -93,12 +96,12 @@ class Bench:
             self._score(law)
 
     @contextmanager
-    def _or_left_out(self, what: str) -> Iterator[None]:
-        """Go on without `what`, the figures that rest on data or rewards which are not there, or not as they were."""
+    def _or_left_out(self, what: str, *figures: str) -> Iterator[None]:
+        """Go on without `what`, the `figures` that rest on data or rewards which are not there, or not as they were."""
         try:
             yield
         except (RefusedError, ConnectionLost) as error:
-            self.left_out.append(f"{first_line(error)}; left out: {what}")
+            self.left_out[f"{first_line(error)}; left out: {what}"] = figures
 
     def _ask(self, law: PPOSettings, prompts: list[Prompt], cut: bool) -> None:
         """Prompts are answered as `law` says."""

@@ -88,7 +88,7 @@ def evaluate(
         "pairs": pairs,
         "best_of_n": curve,
         "tasks": tasks,
-        "left_out": bench.left_out,
+        "left_out": [*bench.left_out],
         "answers_digest": short_hash(rows),
     }
     found = finite(found)
@@ -96,17 +96,18 @@ def evaluate(
     return found
 
 
-def refuse_to_lose(run_dir: Path, done: Mapping[str, Path], left_out: Sequence[str]) -> None:
-    """Raise SettingsError where the run's evaluation, of the same models, has figures that cannot be made anew now."""
+def refuse_to_lose(run_dir: Path, done: Mapping[str, Path], left_out: Mapping[str, Sequence[str]]) -> None:
+    """Raise SettingsError where the run's evaluation, of the same models, has figures that cannot be made anew now:
+    `left_out` says of what is left out the names of these."""
     earlier = read_figures(run_dir)
     if earlier is None or not is_current(run_dir, done):
         return
-    known = [told.rpartition("; left out: ")[2] for told in earlier.get("left_out", [])]
-    if new := [told for told in left_out if told.rpartition("; left out: ")[2] not in known]:
-        raise SettingsError(
-            f"{new[0]}, which {FIGURES} has of these models, and keeps; start where those data lie, or delete "
-            f"{run_dir / FIGURES} to measure without them"
-        )
+    for told, names in left_out.items():
+        if any(figures.get(name) is not None for figures in earlier["models"].values() for name in names):
+            raise SettingsError(
+                f"{told}, which {FIGURES} has of these models, and keeps; start where those data lie, or delete "
+                f"{run_dir / FIGURES} to measure without them"
+            )
 
 
 def write(run_dir: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -92,6 +92,7 @@ def test_a_function_of_the_same_name_that_gives_other_rows_is_not_what_was_read(
     moved = tmp_path / "pretrain"
     shutil.copytree(chain["pretrain"], moved)  # without its tokens
     monkeypatch.setattr(demo_world, "documents", changed)
+    evaluate(tmp_path, {"pretrain": moved}, cheap(None))  # which has no figures of the text that could be lost
     told = evaluate(tmp_path, {"pretrain": moved}, cheap(None).model_copy(update={"form": "full"}))
     where = f"pretrain.data: {WORLD}:documents"
     assert told["left_out"] == [f"{where}: not as pretrain had it, by its digest; left out: the perplexity of text"]
