@@ -68,10 +68,14 @@ def _as_json(value: Any) -> Any:
         return str(value)
     if isinstance(value, timedelta):
         return value.total_seconds()
-    kind = value.dtype.kind if isinstance(value, np.generic | np.ndarray) else None
+    kind = value.dtype.kind if isinstance(value, np.generic | np.ndarray) else ""
+    if kind in ("M", "m") and isinstance(value, np.ndarray):
+        return [_as_json(inner) for inner in value]
     if kind == "M":  # of those that are finer than a datetime `tolist` makes numbers
-        return np.datetime_as_string(value).tolist()
-    if kind not in ("m", "V") and hasattr(value, "tolist"):  # neither times without a unit nor records without names
+        return str(np.datetime_as_string(value))
+    if kind == "m" and np.datetime_data(value.dtype)[0] not in ("generic", "Y", "M"):
+        return float(value / np.timedelta64(1, "s"))
+    if kind not in ("m", "V") and hasattr(value, "tolist"):  # no times of unknown length, no records without names
         try:
             plain = value.tolist()
         except (RuntimeError, NotImplementedError) as error:  # a sparse tensor, or one without contents
@@ -82,6 +86,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether it stands for a date or number that is not there: numpy's and pandas' NaT, which are not equal to
-    themselves, and pandas' NA."""
-    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, np.datetime64) and bool(np.isnat(value)))
+    """Whether it stands for what is not there: pandas' NA and NaT, or numpy's NaT."""
+    if isinstance(value, np.datetime64 | np.timedelta64):
+        return bool(np.isnat(value))
+    return type(value).__name__ in ("NAType", "NaTType")
