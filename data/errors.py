@@ -22,8 +22,7 @@ class TooManyUnusable(DataError):
 
     def __init__(self, found: str, share: float, stage: str = "") -> None:
         self.found, self.share = found, share
-        in_a_recipe, elsewhere = f"set {stage}.max_dropped={share:g}", f"set max_dropped={share:g} (--max-dropped)"
-        cure = in_a_recipe if stage else elsewhere
+        cure = f"set {stage}.max_dropped={share:g}" if stage else f"set max_dropped={share:g} (--max-dropped)"
         super().__init__(f"{found}. Repair them, or {cure} to go on without them")
 
 

@@ -93,13 +93,15 @@ class ServedModel(Settings):
     """Environment variable that holds the server's API key, if it wants one."""
 
 
+MICROBATCH_TOKENS = 16384
+"""In a forward pass, where nothing else is said: they keep a large GPU busy."""
+
+
 def _or_default(value: Any) -> Any:
     return MICROBATCH_TOKENS if value is None else value  # null stands in settings of before there was a default
 
 
-MICROBATCH_TOKENS = 16384
-"""In a forward pass, where nothing else is said: they keep a large GPU busy."""
-Tokens = Annotated[int, Field(ge=1), BeforeValidator(_or_default)]
+MicrobatchTokens = Annotated[int, Field(ge=1), BeforeValidator(_or_default)]
 
 
 class LoraSettings(Settings):

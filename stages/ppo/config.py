@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf.data.errors import SettingsError
 from rlhf.data.sources import Source, takes_rows
-from rlhf.stages.settings import MICROBATCH_TOKENS, LoraSettings, Settings, StageSettings, Tokens
+from rlhf.stages.settings import MICROBATCH_TOKENS, LoraSettings, MicrobatchTokens, Settings, StageSettings
 
 
 class RewardSpec(Settings):
@@ -122,7 +122,7 @@ class PPOSettings(StageSettings):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, slower updates."""
 
-    microbatch_tokens: Tokens = MICROBATCH_TOKENS
+    microbatch_tokens: MicrobatchTokens = MICROBATCH_TOKENS
     """Tokens per forward pass on one device, padding included where it is read; episodes of like length share one. So
     many keep a large GPU busy."""
     packing: bool | None = None

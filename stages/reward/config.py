@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import MICROBATCH_TOKENS, LoraSettings, ServedModel, StageSettings, Tokens
+from rlhf.stages.settings import MICROBATCH_TOKENS, LoraSettings, MicrobatchTokens, ServedModel, StageSettings
 
 
 class RewardSettings(StageSettings):
@@ -73,7 +73,7 @@ class RewardSettings(StageSettings):
     lora: LoraSettings | None = None
     """Train low-rank adapters and the head instead of all weights; model/ has them merged, and model/adapter/ as they
     are, for ppo's `layout: adapters`. [LoRA]"""
-    microbatch_tokens: Tokens = MICROBATCH_TOKENS
+    microbatch_tokens: MicrobatchTokens = MICROBATCH_TOKENS
     """Tokens per forward pass on one device, padding included where it is read; rankings whose answers are of like
     length share one. So many keep a large GPU busy."""
     packing: bool | None = None

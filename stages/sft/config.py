@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from rlhf.data.sources import Source
-from rlhf.stages.settings import MICROBATCH_TOKENS, LoraSettings, StageSettings, Tokens, nearest
+from rlhf.stages.settings import MICROBATCH_TOKENS, LoraSettings, MicrobatchTokens, StageSettings, nearest
 
 
 class SFTSettings(StageSettings):
@@ -40,7 +40,7 @@ class SFTSettings(StageSettings):
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of all weights; the saved model has them merged, so that every stage loads it.
     [LoRA]"""
-    microbatch_tokens: Tokens = MICROBATCH_TOKENS
+    microbatch_tokens: MicrobatchTokens = MICROBATCH_TOKENS
     """Tokens per forward pass on one device, padding included where it is read; rows of like length share one. So many
     keep a large GPU busy."""
     packing: bool | None = None
